@@ -351,13 +351,13 @@ def test_a_receiver_ends_when_its_connections_are_broken(monkeypatch: pytest.Mon
     monkeypatch.setattr(dist, "recv", lambda data, sender, group: gone.wait(60) if sender else None)
     monkeypatch.setattr(connections, "broken", False)
     monkeypatch.setattr(connections, "break_all", broken.set)
-    monkeypatch.setattr(transfer, "LOOK", 0.01)
+    monkeypatch.setattr(connections, "LOOK", 0.01)
     lanes = transfer._Lanes(transfer.Hop(0, None, None, helpers=(1,)))
     first, second = (lanes.begin(lambda: torch.zeros(1), sender) for sender in (0, 1))
-    assert lanes.result(first).numel() == 1
+    assert connections.result(first).numel() == 1
     threading.Timer(0.1, lambda: setattr(connections, "broken", True)).start()
     with pytest.raises(dist.DistError), lanes:
-        lanes.result(second)
+        connections.result(second)
     assert broken.is_set()
     gone.set()
 
@@ -380,8 +380,7 @@ def test_few_copies_of_a_gpus_state_are_in_memory(monkeypatch: pytest.MonkeyPatc
         transfer._begin(sends, torch.zeros(8), 1, None, is_copy=True)
         assert [work for work, _ in sends] == held
         assert len(held) <= transfer.AHEAD
-    for work, _ in sends:
-        work.wait()
+    transfer.finish(sends)
     assert not held
 
 

@@ -265,9 +265,9 @@ class Boundary:
         """
         self._drop_own()
         state = self._state
-        if context.warm_up or (
-            error is not None and not (self._noted is not None and self._noted.put_back(state.step))
-        ):
+        if context.warm_up:
+            return
+        if error is not None and (self._noted is None or not self._noted.put_back(state.step)):
             return
         self._own = (context.generation, state.step)
         if self._membership is None or not (self._membership.survives or (self._exactness is not None and error)):
@@ -319,6 +319,8 @@ class Boundary:
             self._exactness.renew(self._group)
         able = self._exactness is not None or (self._membership is not None and self._membership.survives)
         if context.exact and not all(each[0] for each in gather([int(able)], self._group)):
+            if self._exactness is not None:
+                log.warning("exact: true has no effect: not every worker can wait for the others")
             self._exactness = self._noted = None  # a rank cannot wait for one that does not
             self.await_collectives = failures.check
         writer = self.snapshots.writer

@@ -5,9 +5,10 @@ the optimizer's step by then, so all of the state counts as lost. In exact mode,
 last `run.backward`. It waits again at the step's end if there was another collective.
 
 An abort spoils the results of other ranks, too: an aborted kernel sends its neighbours what it has, marked as valid
-(NCCL 2.28, `prims_ll.h`, `prims_simple.h`). So each wait ends with a collective of gloo, which a rank joins only if its
-results have come without an abort. When this collective succeeds, no rank had aborted anything before its results were
-there. So they are right on every rank, and the state of this step is whole if a later step fails.
+(read in NCCL's `prims_ll.h` and `prims_simple.h` in November 2026). So each wait ends with a collective of gloo, which
+a rank joins only if its results have come without an abort. When this collective succeeds, no rank had aborted anything
+before its results were there. So they are right on every rank, and the state of this step is whole if a later step
+fails.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from spotrun.errors import CorruptError, NotFound, SpotrunError, StoreError
 from spotrun.state import slots
 from spotrun.state.control import Context
 from spotrun.train.distributed import rank_and_world
-from spotrun.train.slot_files import Reader, SlotFile, mark_of
-from spotrun.train.transfer import OwnState, Received, Sends, Source, chain_place, help_send, receive, send
+from spotrun.train.slot_files import Reader, SlotFile
+from spotrun.train.transfer import OwnState, Received, Sends, Source, chain_place, finish, help_send, receive, send
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +62,7 @@ class Found:
 
     def settle(self) -> None:
         """Wait until the next rank has the state. Raises if that rank is gone."""
-        for work, _ in self.sending:
-            work.wait()
-        self.sending.clear()
+        finish(self.sending)
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,8 @@ class Offer:
     """What a rank has.
 
     slot: its node's newest snapshot, which only local rank 0 offers. trusted: whether that needs no check. live: the
-    state in the rank's own memory. mark: see `Source.mark`, for the newer of both; or `NO_HELP`.
+    state in the rank's own memory. mark: of the newer of both, a number from 1 to 2^63 - 1: ranks with the same mark
+    can send a state together. 0: only one rank can send it. Or `NO_HELP`.
     """
 
     slot: Order
@@ -203,7 +202,7 @@ def _mark(kept: slots.Record | None, own: Order, live: OwnState | None) -> int:
         return NO_HELP
     if live is not None and live.record.order >= own:
         return live.mark
-    return mark_of(kept.xxh3) if kept is not None and kept.order == own else 0
+    return int(kept.xxh3[:15], 16) | 1 if kept is not None and kept.order == own else 0
 
 
 def _verify(folder: Path, job: str, order: Order) -> CorruptError | None:

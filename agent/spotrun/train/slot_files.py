@@ -78,11 +78,6 @@ class SlotFile:
         return self.flat[start:stop]
 
 
-def mark_of(xxh3: str) -> int:
-    """A number from 1 to 2^63 - 1 for the checksum of a slot."""
-    return int(xxh3[:15] or "0", 16) | 1
-
-
 class Reader:
     """Reads a committed slot. The slot may be overwritten soon: copy what is kept.
 
@@ -109,11 +104,6 @@ class Reader:
     def equal(self) -> Collection[str]:
         """The names of all tensors: slots with the same checksum are the same."""
         return [entry.name for entry in self.entries]
-
-    @property
-    def mark(self) -> int:
-        """A number from the checksum that the slot's record has."""
-        return mark_of(self.xxh3)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A copy of the tensor."""

@@ -15,7 +15,6 @@ import json
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict, dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -39,7 +38,6 @@ CHUNK = 1 << 20
 ALONE = 1 << 20  # bytes of a tensor that has messages of its own; smaller ones share them
 DIGEST = 32  # characters of a checksum
 AHEAD = 64  # messages of a GPU's state that are in the host's memory at a time
-LOOK = 0.5  # seconds between two looks whether the connections have been broken
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,8 @@ class Message:
 class Source(Protocol):
     """What a donor sends.
 
-    equal: names of tensors that are the same in all sources with this `mark`. is_copied: whether `bytes_of` takes
-    memory. xxh3: the checksum of the header and all bytes after it; empty: not known.
+    equal: names of tensors that are the same in all sources from which a receiver gets parts. is_copied: whether
+    `bytes_of` takes memory. xxh3: the checksum of the header and all bytes after it; empty: not known.
     """
 
     entries: Entries
@@ -82,10 +80,6 @@ class Source(Protocol):
     @property
     def equal(self) -> Collection[str]:
         """See above."""
-
-    @property
-    def mark(self) -> int:
-        """A number from 1 to 2^63 - 1; 0: no other source is the same."""
 
     @property
     def header(self) -> bytes:
@@ -118,7 +112,7 @@ class OwnState:
 
     @property
     def mark(self) -> int:
-        """See `Source`. The other ranks have the same names, shapes and types."""
+        """See `restore.Offer`. The other ranks have the same names, shapes and types."""
         text = "\n".join(self.equal).encode()
         return xxhash.xxh3_64_intdigest(self.header + text) >> 1 | 1 if text else 0
 
@@ -195,17 +189,15 @@ def shares(parts: Sequence[Message], equal: Collection[str], senders: int) -> li
 
 
 def send(record: slots.Record, source: Source, hop: Hop) -> Sends:
-    """Begin to send a state. Returns the sends under way, each with its data.
-
-    The source must not change before all of them have ended.
-    """
+    """Begin to send a state. Returns the sends under way, for `finish`. The source must not change before that."""
     assert hop.after is not None
-    who = shares(messages(source.entries), source.equal, 1 + len(hop.helpers))
+    parts = messages(source.entries)
+    who = shares(parts, source.equal, 1 + len(hop.helpers))
     relay(json.dumps({"record": asdict(record), "who": who}).encode(), hop)
     relay(source.header, hop)
     sends: Sends = []
     hashed = None if source.xxh3 else xxhash.xxh3_128(source.header)
-    for each, sender in zip(messages(source.entries), who, strict=True):
+    for each, sender in zip(parts, who, strict=True):
         if sender > 0 and hashed is None:
             continue
         data = source.bytes_of(each.start, each.stop, each.entries)
@@ -229,11 +221,20 @@ def help_send(source: Source, number: int, helpers: int, to: int, group: dist.Pr
     return sends
 
 
+def finish(sends: Sends) -> None:
+    """Wait until these sends have ended. Raises `DistError` if a receiver is gone."""
+    under_way = sends.copy()  # gloo (torch 2.13) waits for ever if it is asked to wait again
+    sends.clear()
+    if under_way:
+        connections.call(lambda: [work.wait() for work, _ in under_way])
+
+
 def _begin(sends: Sends, data: torch.Tensor, to: int, group: dist.ProcessGroup | None, is_copy: bool = False) -> None:
     """Begin to send data, and add it to `sends`. is_copy: wait so that few copies are in memory."""
     if is_copy and len(sends) >= AHEAD:
-        work, _ = sends.pop(0)  # gloo (torch 2.13) waits for ever if it is asked to wait again
-        work.wait()
+        first = sends[: AHEAD // 2]
+        del sends[: AHEAD // 2]
+        finish(first)
     sends.append((dist.isend(data, to, group=group), data))
 
 
@@ -254,17 +255,16 @@ def receive(into: Mapping[str, torch.Tensor], hop: Hop) -> tuple[slots.Record, R
         arrivals = [lanes.begin(partial(_room, each, tensors), sender) for each, sender in zip(parts, who, strict=True)]
         last = lanes.begin(partial(torch.empty, DIGEST, dtype=torch.uint8), 0)
         for each, arrival in zip(parts, arrivals, strict=True):
-            data = lanes.result(arrival)
+            data = connections.result(arrival)
             if hop.after is not None:
                 _begin(passed_on, data, hop.after, hop.group)
             beside.submit(hashed.update, data.numpy().data)
             if not _is_alone(each.entries[0]):
                 _unpack(each, data, tensors)
-        digest = lanes.result(last)
+        digest = connections.result(last)
         if hop.after is not None:
             _begin(passed_on, digest, hop.after, hop.group)
-        for work, _ in passed_on:
-            work.wait()
+        finish(passed_on)
     whole = hashed.hexdigest() == digest.numpy().tobytes().decode(errors="replace")
     return slots.Record(**told["record"]), Received(tensors), whole
 
@@ -273,7 +273,7 @@ class _Lanes:
     """Receives from the donor and its helpers at the same time, a thread for each of them.
 
     From each of them one message at a time: with several, gloo (torch 2.13) does not always notice the sender's death.
-    A thread may wait for a message for ever, see `CHUNK`. So nobody waits for the threads after an error: the
+    A thread may wait for a message for ever, see `connections`. So nobody waits for the threads after an error: the
     connections are broken, and no thread begins to receive again.
     """
 
@@ -291,15 +291,6 @@ class _Lanes:
         future: Future[torch.Tensor] = Future()
         self._queues[sender].put((room, future))
         return future
-
-    def result(self, arrival: Future[torch.Tensor]) -> torch.Tensor:
-        """What has arrived. Raises `DistError` if the connections are broken meanwhile."""
-        while True:
-            try:
-                return arrival.result(LOOK)
-            except FutureTimeout:
-                if connections.broken:
-                    raise dist.DistError("the connections to other workers were broken") from None
 
     def __enter__(self) -> _Lanes:
         return self
@@ -336,9 +327,9 @@ def relay(data: bytes | None, hop: Hop) -> bytes:
 
 def _pass_on(data: torch.Tensor, receives: bool, hop: Hop) -> None:
     if receives:
-        dist.recv(data, hop.before, group=hop.group)
+        connections.call(lambda: dist.recv(data, hop.before, group=hop.group))
     if hop.after is not None:
-        dist.send(data, hop.after, group=hop.group)
+        connections.call(lambda: dist.send(data, hop.after, group=hop.group))
 
 
 def _destination(entry: shards.Entry, live: torch.Tensor | None) -> torch.Tensor:
