@@ -41,7 +41,7 @@ override NO      := 0 n no false off N No NO False FALSE Off OFF
 override YES     := 1 y yes true on Y Yes YES True TRUE On ON
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train jobs status cost advise follow dashboard logs stacks profile runs show diff rerun tag note rm export tensorboard ssh run preempt kill relaunch stop pause resume priority simulate down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-transfer bench-jobs bench-scale bench-capacity bench-metrics bench-dashboard bench-gpu soak clean
+.PHONY: help plan up train jobs status cost advise follow dashboard logs stacks profile runs show diff rerun tag note rm export tensorboard ssh run preempt kill relaunch stop pause resume priority budget simulate down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-transfer bench-jobs bench-scale bench-capacity bench-metrics bench-dashboard bench-gpu soak clean
 
 # No task checks what was typed for these targets. So check it first, if there is anything to check.
 ifneq ($(strip $(SPOTRUN_TYPED) $(word 2,$(MAKECMDGOALS))),)
@@ -148,6 +148,9 @@ resume: $(READY) ## let a paused job have machines again [ID=job]
 
 priority: $(READY) ## change the job's priority: TO= (-1000 to 1000; jobs of higher priority get machines first) [ID=job]
 	@$(FAB) priority $(cluster) $(job_id) $(call flag,TO,to)
+
+budget: $(READY) ## change what the job may cost in all: TO= (dollars). If it has ended: before `make relaunch` [ID=job]
+	@$(FAB) budget $(cluster) $(job_id) $(call flag,TO,to)
 
 simulate: $(READY) ## what a job would cost, and when it would end, on recorded spot markets; starts nothing [JOB= TRACES=folder POLARITY=available or preempted, RUNS= SEED=]
 	@$(FAB) simulate $(cluster) --job " $$JOB" $(call flag,TRACES,traces) $(call flag,POLARITY,polarity) $(call flag,RUNS,runs) $(call flag,SEED,seed)

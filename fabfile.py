@@ -292,6 +292,14 @@ def priority(_: Context, cluster: str = LOCAL, id: str = "", to: str = "", json:
 
 
 @command
+def budget(_: Context, cluster: str = LOCAL, id: str = "", to: str = "", json: bool = False) -> None:
+    """Change what a job may cost in all. A job that ended because its budget was spent can then be relaunched."""
+    wanted = inputs.budget(to)
+    answer = _change(cluster, "budget", id, "--to", f"{wanted:.12g}")
+    _print(answer, json, f"job {answer['job']} has a budget of ${wanted:.12g} now")
+
+
+@command
 def simulate(
     _: Context,
     cluster: str = LOCAL,

@@ -47,7 +47,7 @@ TAKES = {
     "relaunch": ("ID",),
     "stop": ("ID", "GROUP"),
     **dict.fromkeys(("pause", "resume"), ("ID",)),
-    "priority": ("ID", "TO"),
+    **dict.fromkeys(("priority", "budget"), ("ID", "TO")),
     "simulate": ("JOB", "TRACES", "POLARITY", "RUNS", "SEED"),
     "down": ("FORCE", "ALL"),
     "acceptance": ("ALL", "DRY"),
@@ -65,7 +65,14 @@ TAKES = {
 }
 _COMMON = ("CLUSTER", "JSON")
 _KNOWN = tuple(dict.fromkeys(name for names in (*TAKES.values(), _COMMON) for name in names))
-_CHANGES = ("stop", "pause", "resume", "priority", "relaunch")  # without ID and GROUP, the only job is changed
+_CHANGES = (
+    "stop",
+    "pause",
+    "resume",
+    "priority",
+    "budget",
+    "relaunch",
+)  # without ID and GROUP, the only job is changed
 _EXAMPLES = {"cluster": "clusters/local.yaml", "job": "examples/digits/job.yaml"}  # options that must not be empty
 
 
@@ -200,6 +207,16 @@ def priority(text: str) -> int:
     if not re.fullmatch("-?[0-9]{1,9}", text) or abs(int(text)) > PRIORITY:
         raise SpotrunError(f"TO: {text!r}: allowed: {allowed}")
     return int(text)
+
+
+def budget(text: str) -> float:
+    """What a job may cost, in USD. Raises `SpotrunError`."""
+    allowed = "dollars, a number more than zero"
+    if not text:
+        raise SpotrunError(f"TO is missing: give what the job may cost in all, such as TO=250; allowed: {allowed}")
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) or not float(text) > 0:
+        raise SpotrunError(f"TO: {text!r}: allowed: {allowed}")
+    return float(text)
 
 
 def number(name: str, text: str, least: int = 0, most: int = 10**9) -> str | None:

@@ -102,6 +102,29 @@ async def test_priorities_that_no_job_can_have(world: World, wrong: object) -> N
         await told(world, "priority", job=job, to=wrong)
 
 
+async def test_a_new_budget_counts_at_once_and_outlives_the_head(world: World) -> None:
+    job = await submitted(world)
+    await world.head.fleet.look()
+    assert await told(world, "budget", job=job, to=250) == {"job": job}
+    assert await told(world, "budget", to=120.5) == {"job": job}
+    world.new_head()
+    await world.turn()
+    assert world.head.status(job)["job"]["budget"] == 120.5
+
+
+async def test_a_budget_needs_prices(world: World) -> None:
+    job = await submitted(world)
+    with pytest.raises(SpotrunError, match=f"job {job}: budget: 5: cannot be kept: what machines cost is not known"):
+        await told(world, "budget", job=job, to=5)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "5", True, None, float("nan"), float("inf")])
+async def test_budgets_that_no_job_can_have(world: World, wrong: object) -> None:
+    job = await submitted(world)
+    with pytest.raises(SpotrunError, match="is not allowed: give dollars, a number more than zero"):
+        await told(world, "budget", job=job, to=wrong)
+
+
 async def test_a_name_in_place_of_an_id_is_answered_with_the_ids(world: World) -> None:
     jobs = [await submitted(world) for _ in range(2)]
     with pytest.raises(SpotrunError, match=f"toy is the name of a job; give the job's id: {', '.join(jobs)}"):

@@ -181,6 +181,16 @@ async def test_a_held_job_that_is_asked_for_is_said_to_be_held(world: World, ver
         await answer
 
 
+async def test_a_held_job_gets_another_budget_and_stays_held(world: World) -> None:
+    job = await world.started()
+    queue.hold(world.store, "c")
+    head = world.new_head()
+    await world.turn()
+    await head.fleet.look()
+    assert await asked(world, head, "budget", job.id, to=20) == {"job": job.id}
+    assert (world.written(job.id).cost_limit, head.journal.held) == (20, [job.id])
+
+
 async def test_a_job_that_had_ended_is_not_held(world: World) -> None:
     """The head was killed after it had written the end, and before it took the job out of the queue."""
     job = await world.started()

@@ -10,6 +10,7 @@ import pytest
 
 from scripts import queue
 from spotrun.errors import SpotrunError
+from spotrun.head import job_queue
 from tests.head.puppets import Puppet, Theatre
 from tests.head.world import asked
 from tests.helpers import await_for
@@ -38,8 +39,31 @@ async def test_a_job_whose_budget_is_spent_is_refused(stage: Theatre) -> None:
     assert (ended.phase, ended.cost < 0.02) == ("stopped", True)
     assert await refusal(stage, job) == (
         f"job {job} cannot be continued: $0.01 of the budget of $0.02 are spent; the rest pays for saving its state;"
-        " set a larger budget in the job file, and submit it as a new job, which begins at step 0: `make train JOB=`"
+        f" first, `make budget ID={job} TO=` gives it more money"
     )
+
+
+async def test_a_job_whose_budget_is_spent_is_continued_with_more_money(stage: Theatre) -> None:
+    stage.total = 10**6
+    await stage.look()
+    job = await stage.queue_job("job", budget=0.02)
+    await stage.round(60)
+    before = stage.written(job)
+    with pytest.raises(SpotrunError, match=r"has cost \$0.01 already; give it a larger budget than that"):
+        await job_queue.set_budget(stage.head, job, before.cost)
+    assert stage.written(job) == before
+    assert await job_queue.set_budget(stage.head, job, 0.05) == job
+    stage.restart_head()
+    await stage.look()
+    await stage.head.journal.read_queue()
+    await stage.head.relaunch(job)
+    await stage.round(15)
+    again = stage.state(job)
+    assert (again.phase, again.cost_limit) == ("running", 0.05)
+    assert again.progress.step > before.newest[1] > 0
+    await stage.round(100)
+    ended = stage.written(job)
+    assert (ended.phase, 0.02 < ended.cost < 0.05) == ("stopped", True)
 
 
 async def test_a_job_that_has_succeeded_is_refused(stage: Theatre) -> None:

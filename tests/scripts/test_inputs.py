@@ -68,6 +68,11 @@ WRONG = [
     ("priority", {"id": "a-1"}, "TO is missing: give the job's new priority, such as TO=10; allowed: a whole number"),
     ("priority", {"to": "high"}, "TO: 'high': allowed: a whole number from -1000 to 1000"),
     ("priority", {"to": "-1001"}, "TO: '-1001': allowed: a whole number from -1000 to 1000"),
+    ("budget", {"id": "A", "to": "1"}, "ID: 'A': is not a job's id"),
+    ("budget", {"id": "a-1"}, "TO is missing: give what the job may cost in all, such as TO=250; allowed: dollars"),
+    ("budget", {"to": "$5"}, "TO: '$5': allowed: dollars, a number more than zero"),
+    ("budget", {"to": "0.0"}, "TO: '0.0': allowed: dollars, a number more than zero"),
+    ("budget", {"to": "inf"}, "TO: 'inf': allowed: dollars, a number more than zero"),
     ("relaunch", {"id": "Ä"}, "ID: 'Ä': is not a job's id"),
     ("follow", {"id": "a b"}, "ID: 'a b': is not a job's id"),
     ("logs", {"rank": "first"}, "RANK: 'first': allowed: a whole number, at least 0"),
@@ -130,7 +135,7 @@ def test_a_variable_that_no_target_takes_is_refused(targets: str, typed: str, sa
     assert str(error.value) == said
 
 
-@pytest.mark.parametrize("task", ["stop", "pause", "resume", "priority", "relaunch"])
+@pytest.mark.parametrize("task", ["stop", "pause", "resume", "priority", "budget", "relaunch"])
 def test_an_empty_id_does_not_mean_the_only_job(task: str) -> None:
     """Otherwise `make stop ID=$UNSET` in a script would stop whatever job runs."""
     environment = {"SPOTRUN_TARGETS": task, "SPOTRUN_TYPED": "ID"}
@@ -200,6 +205,12 @@ ASKED = {
         {"id": "a-1", "to": "-5"},
         "priority --job a-1 --to -5",
         "job digits-1 has priority -5 now\n",
+    ),
+    "more money": (
+        "budget",
+        {"id": "a-1", "to": "250.50"},
+        "budget --job a-1 --to 250.5",
+        "job digits-1 has a budget of $250.5 now\n",
     ),
 }
 

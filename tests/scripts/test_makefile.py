@@ -48,6 +48,7 @@ TARGETS = {
     "advise": {"JOB": "job", "MEASURE": "measure", "RATE": "rate", "OUT": "out"},
     "cost": {"ID": "id", "GROUP": "group", "MONTH": "month"},
     "priority": {"ID": "id", "TO": "to"},
+    "budget": {"ID": "id", "TO": "to"},
     "runs": {"WHERE": "where", "SORT": "sort"},
     "diff": {"A": "first", "B": "second"},
     "note": {"ID": "id", "TEXT": "text"},

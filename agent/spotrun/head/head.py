@@ -97,7 +97,7 @@ class Head:
         self.troubles, self.allocator = Troubles(self.add_event), Allocator(self)
         self.published = asyncio.Condition()  # notified after each turn: what status() says may have changed
         self.taking = asyncio.Lock()  # held while jobs are taken up
-        self._relaunching = asyncio.Lock()  # two at once would write the same job's state
+        self.changing_ended = asyncio.Lock()  # held while an operator changes a job that this head does not run
         self.requests, self.stragglers = Requests(), Stragglers()
         self.ended_at = 0.0  # when a job ended last, or let its kept node go
         self.presence = Presence()
@@ -141,7 +141,7 @@ class Head:
 
         A job that has not ended and is not in the queue is put back into it.
         """
-        async with self._relaunching:
+        async with self.changing_ended:
             await job_queue.relaunch(self, job)
 
     async def change(self, change: Change, job: str | None = None, kept: bool = False) -> JobState:

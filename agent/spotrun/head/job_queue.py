@@ -67,11 +67,11 @@ async def submit(head: Head, job: dict[str, object], code: str) -> str:
 
 async def _accept(head: Head, job: dict[str, object], code: str) -> JobState:
     """The state of a new job. code: SHA-256 of its bundle. Raises `SpecError`, `SpotrunError`."""
-    cluster, unpriced, now = head.cluster, head.fleet.unpriced(), head.clock()
+    cluster, now = head.cluster, head.clock()
     spec = JobSpec.kept(job)  # the operator's spotrun, which read the file, may be another version
     check_fit(spec, cluster)
-    if spec.budget is not None and unpriced:
-        raise SpotrunError(f"job {spec.name}: budget: {spec.budget:g}: cannot be kept: {unpriced}")
+    if spec.budget is not None:
+        _check_prices(head, spec.name, spec.budget)
     if not re.fullmatch("[0-9a-f]{64}", code):
         raise SpotrunError(f"code {code[:80]!r} is not the sha256 of a bundle (64 hex digits)")
     spec = await head.predecessors.resolve(spec, cluster.name)
@@ -230,9 +230,7 @@ async def relaunch(head: Head, job: str) -> None:
         raise SpotrunError(refused)
     if job in head.states and state.kept_node:
         await head.change(lambda failed, now: apply(failed, Stop("the job is relaunched"), now), job, kept=True)
-    while job in await head.journal.read_queue():  # its end is not in the bucket yet
-        async with head.published:
-            await head.published.wait()
+    await _until_written(head, job)
     state = (await head.load(job)).replace(kept_node=None)
     state = state.replace(phase="queued", reason="", ended=None, restarts=0, failure=None, stopping="", ending=None)
     now = head.clock()
@@ -249,9 +247,48 @@ def _nothing_left(head: Head, state: JobState) -> str:
     prices = [head.fleet.prices.get(pool, 0.0) for pool in suited(state.spec, head.cluster)]
     hourly = state.spec.nodes.min * min(prices, default=0.0)  # at least
     if spent := spending.exhausted(View(head.clock(), state, (), dearest=hourly)):
-        how = "set a larger budget in the job file, and submit it as a new job, which begins at step 0"
-        return f"job {state.id} cannot be continued: {spent}; {how}: `make train JOB=`"
+        return (
+            f"job {state.id} cannot be continued: {spent}; first, `make budget ID={state.id} TO=` gives it more money"
+        )
     return ""
+
+
+async def set_budget(head: Head, job: str | None, budget: float) -> str:
+    """Let a job cost so much in all, in USD. Returns its id. job: None: the only one that has not ended.
+
+    The job may be held, or may have ended.
+    """
+
+    def change(state: JobState, _: float) -> JobState:
+        if budget <= state.cost:
+            raise SpotrunError(f"job {state.id} has cost ${state.cost:.2f} already; give it a larger budget than that")
+        _check_prices(head, state.id, budget)
+        return state.replace(budget=budget)
+
+    if job is not None:
+        state = await head.load(job)
+    if job is None or not (state.over or job in head.journal.held or _is_missing(head, state)):
+        return (await head.change(change, job, kept=True)).id
+    async with head.changing_ended:
+        await _until_written(head, job)
+        state = change(await head.load(job), head.clock())
+        await head.journal.replace(state)
+        if head.ended is not None and head.ended.id == job:
+            head.ended = state
+    return job
+
+
+def _check_prices(head: Head, job: str, budget: float) -> None:
+    """Raise `SpotrunError` if it is not known what machines cost."""
+    if unpriced := head.fleet.unpriced():
+        raise SpotrunError(f"job {job}: budget: {budget:g}: cannot be kept: {unpriced}")
+
+
+async def _until_written(head: Head, job: str) -> None:
+    """Wait until the end of a job that has ended is in the bucket."""
+    while job in await head.journal.read_queue():
+        async with head.published:
+            await head.published.wait()
 
 
 async def take_out(head: Head, job: str) -> bool:

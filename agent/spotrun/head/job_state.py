@@ -100,6 +100,7 @@ class JobState(Kept):
     inputs: tuple[Input, ...] = ()  # folders of the jobs that it waited for
     folders: FoldersRef | None = None  # the folders that it has left in the bucket
     priority: int | None = None  # as an operator has set it; None: as in the job file
+    budget: float | None = None  # USD, as an operator has set it; None: as in the job file
     restarts: int = 0
     failure: Failure | None = None
     failed_node: str = ""
@@ -159,6 +160,11 @@ class JobState(Kept):
     def rank(self) -> int:
         """Its priority now."""
         return self.spec.priority if self.priority is None else self.priority
+
+    @property
+    def cost_limit(self) -> float | None:
+        """USD that it may cost now; None: any sum."""
+        return self.spec.budget if self.budget is None else self.budget
 
     @property
     def members(self) -> tuple[Member, ...]:

@@ -150,7 +150,7 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "node_time": node_time.split(job),
         "snapshot_seconds": node_time.stalled(job),
         "cost": job.cost or None,
-        "budget": job.spec.budget,
+        "budget": job.cost_limit,
         "hourly": job.hourly,
         "cost_to_end": cost_to_end(job),
         "account": [line.model_dump() for line in job.account],

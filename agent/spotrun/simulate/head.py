@@ -256,7 +256,7 @@ class SimulatedHead:
 
 def _spent_at(view: View) -> float:
     """When the planner may stop the job to keep its budget, if nothing else happens."""
-    job, budget = view.job, view.job.spec.budget
+    job, budget = view.job, view.job.cost_limit
     hourly = job.hourly + view.dearest  # at most
     if budget is None or job.stopping or job.ending is not None or not hourly:
         return math.inf

@@ -93,7 +93,7 @@ def demand(view: FleetView, cluster: ClusterSpec, job: JobState, index: int) -> 
         left=_left(job, _reached(view, job)),
         scaling=SCALING,
         deadline=job.submitted + spec.deadline if spec.deadline else None,
-        budget=spec.budget - job.cost if spec.budget else None,
+        budget=job.cost_limit - job.cost if job.cost_limit else None,
         restart=restart,
         move=min(restart, statistics.median(measured) if measured else MOVE),
         checkpoint=spec.checkpoint_interval,

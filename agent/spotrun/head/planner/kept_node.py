@@ -40,8 +40,8 @@ def let_go(view: View) -> tuple[LetGo, ...]:
         return (LetGo("the time of keep_on_failure is over"),)
     # The machine costs until the cloud has ended it.
     spent = job.cost + job.hourly * TIMEOUTS.budget_margin / 3600
-    if job.spec.budget is not None and spent >= job.spec.budget:
-        return (LetGo(f"the budget of ${job.spec.budget:g} is spent"),)
+    if job.cost_limit is not None and spent >= job.cost_limit:
+        return (LetGo(f"the budget of ${job.cost_limit:g} is spent"),)
     return (LetGo("its machine is gone"),) if _gone(view, kept) else ()
 
 

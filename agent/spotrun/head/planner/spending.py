@@ -11,7 +11,7 @@ UPLOAD = 50e6  # bytes a second into the bucket, at least: half of what a small 
 
 def exhausted(view: View) -> str:
     """Why the job should stop now to keep its budget; empty if it may go on."""
-    job, budget = view.job, view.job.spec.budget
+    job, budget = view.job, view.job.cost_limit
     if budget is None:
         return ""
     if job.cost >= budget:
@@ -23,7 +23,7 @@ def exhausted(view: View) -> str:
 
 def over(job: JobState) -> bool:
     """Whether the budget is spent: then not even an unsaved state keeps the job going."""
-    return job.spec.budget is not None and job.cost >= job.spec.budget
+    return job.cost_limit is not None and job.cost >= job.cost_limit
 
 
 def reserve(view: View) -> float:

@@ -48,6 +48,7 @@ class ControlServer:
         app.router.add_post("/pause", self._pause)
         app.router.add_post("/resume", self._resume)
         app.router.add_post("/priority", self._priority)
+        app.router.add_post("/budget", self._budget)
         app.router.add_post("/relaunch", self._relaunch)
         app.router.add_post("/preempt", self._preempt)
         app.router.add_get("/status", self._status)
@@ -119,6 +120,14 @@ class ControlServer:
                 f"priority {wanted!r} is not allowed: give a whole number from {-PRIORITY} to {PRIORITY}"
             )
         return await self._change(request, lambda job, _: job.replace(priority=wanted))
+
+    async def _budget(self, request: web.Request) -> web.Response:
+        asked = await _body(request)
+        wanted, job = asked["to"], asked.get("job")
+        if type(wanted) not in (int, float) or not 0 < wanted < math.inf:  # NaN is refused too
+            raise SpotrunError(f"budget {wanted!r} is not allowed: give dollars, a number more than zero")
+        job = await job_queue.set_budget(self._head, None if job is None else str(job), float(wanted))
+        return web.json_response({"job": job})
 
     async def _change(self, request: web.Request, change: Change) -> web.Response:
         """Change the job that the request names, or the only one that has not ended."""
