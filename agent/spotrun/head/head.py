@@ -97,6 +97,7 @@ class Head:
         self.troubles, self.allocator = Troubles(self.add_event), Allocator(self)
         self.published = asyncio.Condition()  # notified after each turn: what status() says may have changed
         self.taking = asyncio.Lock()  # held while jobs are taken up
+        self.coming: set[str] = set()  # jobs that are in the queue, and whose states are about to be written
         self.changing_ended = asyncio.Lock()  # held while an operator changes a job that this head does not run
         self.requests, self.stragglers = Requests(), Stragglers()
         self.ended_at = 0.0  # when a job ended last, or let its kept node go
@@ -129,12 +130,6 @@ class Head:
     async def submit(self, job: dict[str, object], code: str) -> str:
         """Queue a job and return its id. Raises `SpecError`."""
         return await job_queue.submit(self, job, code)
-
-    async def enqueue(self, job: str) -> None:
-        """Put a job at the end of the queue."""
-        await self.journal.enqueue(job)
-        self.wake()
-        self.scaler.look_now.set()
 
     async def relaunch(self, job: str) -> None:
         """Continue an ended or a held job from its newest checkpoint; restart the workers of one that trains.
@@ -248,7 +243,7 @@ class Head:
         """Decide, write, order. nodes: as for `concerned`."""
         if self.lease is not None:
             await self.lease.check()
-        await self.replacements.read()
+        await self.replacements.read(now)
         parked = set(self.parked)
         async with self.taking:
             await job_queue.take_up(self)

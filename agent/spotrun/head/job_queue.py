@@ -61,7 +61,7 @@ async def submit(head: Head, job: dict[str, object], code: str) -> str:
     state = await head.journal.create(await _accept(head, job, code))
     if unknown := sorted(job.keys() - JobSpec.model_fields.keys()):
         head.add_event("job", f"{state.id}: this head is of another version, and ignores {', '.join(unknown)}")
-    await head.enqueue(state.id)
+    await _enqueue(head, state.id, state)
     return state.id
 
 
@@ -169,7 +169,7 @@ async def take_up(head: Head) -> None:
     head.parked = {job: parked for job, parked in head.parked.items() if job in queue}
     for state in [each for each in head.states.values() if each.id not in queue]:
         head.let_go(state)
-    missing = [job for job in queue if job not in head.states and _is_due(head, job)]
+    missing = [job for job in queue if job not in {*head.states, *head.coming} and _is_due(head, job)]
     for first in range(0, len(missing), AT_ONCE):
         some = (_take_up_one(head, job) for job in missing[first : first + AT_ONCE])
         for failed in await asyncio.gather(*some, return_exceptions=True):
@@ -218,7 +218,7 @@ async def relaunch(head: Head, job: str) -> None:
     if job in head.journal.held:
         with contextlib.suppress(JobNotFound, UnreadableError):  # `take_up` says that it cannot be read
             await head.journal.replace((await head.load(job)).replace(resumed_at=head.clock()))
-        return await head.enqueue(job)
+        return await _enqueue(head, job)
     state = await head.load(job)
     if not state.ended_already and not _is_missing(head, state):
         if state.current is None:
@@ -234,10 +234,26 @@ async def relaunch(head: Head, job: str) -> None:
     state = (await head.load(job)).replace(kept_node=None)
     state = state.replace(phase="queued", reason="", ended=None, restarts=0, failure=None, stopping="", ending=None)
     now = head.clock()
-    await head.journal.replace(state.replace(counted_at=0.0, ordered_at=now, resumed_at=now, paused=""))
+    await _enqueue(head, job, state.replace(counted_at=0.0, ordered_at=now, resumed_at=now, paused=""))
     if head.ended is not None and head.ended.id == job:
         head.ended = None
-    await head.enqueue(job)
+
+
+async def _enqueue(head: Head, job: str, state: JobState | None = None) -> None:
+    """Put a job at the end of the queue, and write its state, if one is given.
+
+    The queue comes first: if the head dies in between, the next head takes the job out of the queue again. Otherwise
+    the job would say that it is queued, and never run.
+    """
+    head.coming.add(job)
+    try:
+        await head.journal.enqueue(job)
+        if state is not None:
+            await head.journal.replace(state)
+    finally:
+        head.coming.discard(job)
+        head.wake()
+        head.scaler.look_now.set()
 
 
 def _nothing_left(head: Head, state: JobState) -> str:

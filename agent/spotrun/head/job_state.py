@@ -250,6 +250,32 @@ def saved(job: JobState, complete: tuple[StateRef, ...], manifest: Manifest, now
     return job.replace(checkpoints=known, saved_at=now, saving=saving)
 
 
+def by_clock(job: JobState, now: float) -> JobState:
+    """The job for a head whose clock may be behind that of the last head.
+
+    No past time is after `now`, and no time-out gets longer. A kept node has a limit of its own.
+    """
+    saving, released, idle = job.saving, job.released, job.idle
+    names = ("submitted", "started", "counted_at", "ordered_at", "saved_at", "given_up_at", "resumed_at")
+    times = {name: at for name in names if (at := getattr(job, name)) is not None}
+    past = [*times.values(), saving.since if saving else 0.0, released.at if released else 0.0]
+    ahead = max([*past, idle.since if idle else 0.0]) - now
+    if ahead <= 0:
+        return job
+
+    def earlier(at: float) -> float:
+        return at - ahead if at else at  # 0: not set
+
+    job = job.replace(**{name: min(at, now) for name, at in times.items()})
+    return job.replace(
+        saving=saving and saving.replace(since=min(saving.since, now)),
+        released=released and released.replace(at=min(released.at, now)),
+        idle=idle and idle.replace(since=min(idle.since, now), next=earlier(idle.next), until=earlier(idle.until)),
+        draining=job.draining and job.draining.replace(deadline=earlier(job.draining.deadline)),
+        ending=job.ending and job.ending.replace(deadline=earlier(job.ending.deadline)),
+    )
+
+
 def good_seconds(progress: Progress, members: float) -> float:
     """Node-seconds that a generation spent in completed steps."""
     return max(0.0, progress.stepped_at - progress.restored_at) * members if progress.step > progress.base else 0.0

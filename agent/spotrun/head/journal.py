@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from spotrun.errors import JobNotFound, UnreadableError
 from spotrun.head.events import Event, read_events
 from spotrun.head.fenced import FencedStore
-from spotrun.head.job_state import ENDED, JobState
+from spotrun.head.job_state import ENDED, JobState, by_clock
 from spotrun.head.timeline import Timeline, read
 from spotrun.state import checkpoints
 from spotrun.store import Store, checkpoint_key, job_key, queue_key, up_key
@@ -158,13 +158,12 @@ class Journal:
         return await asyncio.to_thread(names, self.store)
 
     async def create(self, state: JobState) -> JobState:
-        """Write a new job; its id gets a number if it is taken."""
+        """Write a new job's file, but not its state; its id gets a number if it is taken."""
         stem, number = state.id, 1
         spec = state.spec.model_dump_json(indent=2).encode()
         while not await asyncio.to_thread(self.store.create, job_key(state.id), spec):
             number += 1
             state = state.replace(id=f"{stem}-{number}")
-        await self.replace(state)
         return state
 
     async def replace(self, state: JobState) -> None:
@@ -204,8 +203,8 @@ class Journal:
     async def take_up(self, job: str, epoch: int, now: float) -> tuple[JobState, list[Event]]:
         """A job that head `epoch` takes over, with the checkpoints that are in the bucket, and its events.
 
-        If the clock of the last head was ahead of this head's clock, times after `now` become `now`. A checkpoint is no
-        longer under way if the last head died between completing it and writing that down.
+        A checkpoint is not under way any more if the last head died between completing it and writing that down. For
+        the clock of the last head, see `job_state.by_clock`.
         """
         async with self._lock(job):
             state = await self._read(job, own=True)
@@ -217,11 +216,9 @@ class Journal:
         state = state.replace(checkpoints=tuple(complete), epoch=epoch, timeline=timeline)
         if (kept := state.kept_node) and (most := state.spec.keep_on_failure):
             state = state.replace(kept_node=kept.replace(until=min(kept.until, now + most)))
-        if saving := state.saving:
-            over = (saving.ref.generation, saving.ref.step) <= state.newest
-            state = state.replace(saving=None if over else saving.replace(since=min(saving.since, now)))
-        past = {name: min(getattr(state, name), now) for name in ("saved_at", "given_up_at", "ordered_at")}
-        return state.replace(**past), events
+        if (saving := state.saving) and (saving.ref.generation, saving.ref.step) <= state.newest:
+            state = state.replace(saving=None)
+        return by_clock(state, now), events
 
     async def events(self, job: str) -> list[Event]:
         """The events of a job as the bucket has them."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import ConflictError, SpotrunError
 from spotrun.head.capacity.history import Histories, learn
 from spotrun.head.capacity.observe import demand, situation
 from spotrun.head.capacity.place import Placements, place
@@ -81,7 +81,10 @@ class Placer:
         return refusal(seen, demand(view, self._head.cluster, job, len(view.jobs)))
 
     async def learn(self, view: FleetView) -> None:
-        """Count what the last look at the cloud has shown. If the bucket does not answer, the head goes on without."""
+        """Count what the last look at the cloud has shown. If the bucket does not answer, the head goes on without.
+
+        Raises `ConflictError` when another head has written the history.
+        """
         fleet = self._head.fleet
         if not view.listed:
             return
@@ -99,6 +102,8 @@ class Placer:
             if changed and view.now - self._written.at >= WRITE_EVERY:
                 await self._fenced.put(self._key, self.histories.model_dump_json().encode())
                 self._written = self.histories
+        except ConflictError:
+            raise
         except SpotrunError as error:
             log.warning("%s: %s", self._key, error)
 

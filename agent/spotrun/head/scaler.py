@@ -8,7 +8,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import ConflictError, SpotrunError
+from spotrun.head import lease
 from spotrun.head.allocation.demand import wish
 from spotrun.head.capacity.place import Placements
 from spotrun.head.fleet.classify import Condition, classify
@@ -72,6 +73,8 @@ class Scaler:
             await self._scale(head.clock())
             self.forget()
             await head.ledger.write()
+        except ConflictError as error:
+            lease.give_way(head.epoch, str(error))
         except SpotrunError as error:
             log.warning("%s", error)
         except Exception as error:
@@ -113,7 +116,8 @@ class Scaler:
         if head.journal.queue is None or not known >= set(head.journal.queue):
             return  # which machines are needed is not known yet
         view = head.fleet_view(now)
-        busy = head.agents.busy() if now - head.ended_at < TIMEOUTS.last_logs else frozenset()
+        ended_at = max(head.ended_at, head.presence.began)  # a job may have ended under the last head
+        busy = head.agents.busy() if now - ended_at < TIMEOUTS.last_logs else frozenset()
         conditions = classify(view)
         places = self.placer.look(view, conditions)
         expected, parked = head.allocator.assignment.expected, parked_nodes(head)
@@ -128,4 +132,6 @@ class Scaler:
         self._exhausted, self.removing = spent, frozenset(remove)
         emptied = [name for pool, size in resize.items() if size == 0 for name in head.fleet.names(pool)]
         self._going |= {name: head.fleet.made(name) for name in (*remove, *emptied)}
-        await head.fleet.scale(resize, remove)
+        if resize or remove:
+            await head.check_epoch()  # the cloud may have taken long to answer
+            await head.fleet.scale(resize, remove)

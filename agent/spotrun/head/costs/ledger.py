@@ -30,6 +30,8 @@ class Ledger:
         self.idle = Idle()
         self._meter, self._rates = Meter(), Rates()
         self._counted_at = 0.0
+        self._paid: dict[str, float] = {}  # by payer: up to when earlier heads have counted
+        self._listed = False  # whether machines have been counted that the cloud lists
         self._switched: dict[str, tuple[float, float, float]] = {}
         """By pool: the price before, the price now, and when this head learned it. The price may be older than that."""
         self._fenced, self._key = FencedStore(store), idle_key(cluster)
@@ -51,6 +53,9 @@ class Ledger:
         """
         shares = job_totals.shares(view, expected, conditions, placements)
         paid = {NOBODY: self.idle.counted_at, **{job.id: job.counted_at for job in view.jobs}}
+        if not self._listed:  # the first turns usually come before the cloud's first answer
+            paid = self._paid = paid | self._paid
+            self._listed = view.listed
         for pool, price in rates.prices.items():
             if (before := self._rates.prices.get(pool, price)) != price:
                 self._switched[pool] = (before, price, self._counted_at)

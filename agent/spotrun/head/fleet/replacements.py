@@ -52,11 +52,15 @@ class Replacements:
         self._written: Record | None = None  # None: not read yet
         self._asking: dict[asyncio.Task[str | None], Recreate] = {}
 
-    async def read(self) -> None:
-        """What earlier heads have asked; from the bucket the first time. Raises `StoreError`."""
+    async def read(self, now: float) -> None:
+        """What earlier heads have asked; from the bucket the first time. Raises `StoreError`.
+
+        If the clock of the last head was ahead of this head's clock, times after `now` become `now`.
+        """
         if self._written is None:
             self._written = self._parsed(await self._fenced.find(self._key))
-            self.replaced, self.joined = self._written.machines, self._written.joined
+            self.replaced = tuple(each.replace(at=min(each.at, now)) for each in self._written.machines)
+            self.joined = self._written.joined
 
     def pending(self, wanted: Sequence[Recreate]) -> bool:
         """Whether there is something to write or to ask."""

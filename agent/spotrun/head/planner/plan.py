@@ -146,7 +146,8 @@ def _must_save_first(view: View, ready: list[Node]) -> bool:
     ready node has one, at most the work of one snapshot interval is lost. `patience` limits the wait.
     """
     job = view.job
-    if job.current is None and view.now - job.ordered_at > patience.patience(job, TIMEOUTS.save):
+    since = max(job.ordered_at, view.awake_since)  # while no head ran, no node could be ready for long
+    if job.current is None and view.now - since > patience.patience(job, TIMEOUTS.save):
         return False
     reporting = [n for n in view.nodes if reports(view, n) and n.work.job == job.id]
     newest = max(map(patience.state, reporting), default=(-1, -1))
@@ -225,7 +226,9 @@ def _drain_on(view: View, reporting: list[Node], size: int) -> tuple[Action, ...
     job = view.job
     assert job.draining is not None
     sees = any(node is not None and reports(view, node) for node in view.members()) and not view.blind()
-    if len(drains.settled(view, reporting)) == size or (view.now > job.draining.deadline and sees):
+    # The agents may not know of a drain that the last head has begun.
+    late = view.now > max(job.draining.deadline, view.awake_since + TIMEOUTS.drain)
+    if len(drains.settled(view, reporting)) == size or (late and sees):
         return _restart(view, job.draining.cause)
     if drains.split(view, reporting):
         return drains.release(view, reporting) or _restart(view, job.draining.cause)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from spotrun.head.fenced import FencedStore
 from spotrun.head.head import Head
 from spotrun.head.server import certificate
 from spotrun.head.server.agent_server import AgentServer
@@ -48,7 +49,10 @@ async def serve(
         await web.UnixSite(operators, str(control)).start()
         control.chmod(0o600)
         record = HeadRecord(epoch=head.epoch, address=address, port=port, fingerprint=fingerprint)
-        await asyncio.to_thread(head.store.put, head_key(head.cluster.name), record.model_dump_json().encode())
+        fenced, key = FencedStore(head.store), head_key(head.cluster.name)
+        await fenced.find(key)
+        await head.check_epoch()  # this process may have been suspended meanwhile
+        await fenced.put(key, record.model_dump_json().encode())
         log.info("head %d of cluster %s listens on %s:%d", head.epoch, head.cluster.name, address, port)
         on_serving(f"{address}:{port}")
         await _until_stopped(head.run(), head.scaler.run(), *side_tasks)
