@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,3 +53,26 @@ def help_wrongly(source: Any, number: int, helpers: int, to: int, group: Any) ->
     right = source.bytes_of
     source.bytes_of = lambda *args: right(*args) ^ 1
     return transfer.help_send(source, number, helpers, to, group)
+
+
+def connect_meanwhile(group: dict[str, str], rank: int, folder: Path) -> None:
+    """Form a group, and leave it. Another connection is made before the others come. Notes whether it stays open."""
+    os.environ.update(group, RANK=str(rank), LOCAL_RANK="0")
+    found: list[socket.socket] = []
+    store = distributed._agent_store
+
+    def connect(*args: Any) -> Any:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            found.extend([socket.create_connection(server.getsockname()), server.accept()[0]])
+        return store(*args)
+
+    distributed._agent_store = connect  # type: ignore[assignment]
+    distributed.join_process_group(torch.device("cpu"), "gloo")
+    dist.barrier()
+    distributed.leave_process_group()
+    for each in found:
+        each.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            assert each.recv(1), "the connection is broken"
+    (folder / str(rank)).touch()
+    os._exit(0)

@@ -49,12 +49,12 @@ class Buffered(IterableDataset[Any]):
 class Script:
     """What these scripts have in common: a model with a BatchNorm, an optimizer, a loader, and notes."""
 
-    def __init__(self, plan: Any, out: Path, frozen: int = 0) -> None:
-        """frozen: how many layers are frozen at first."""
+    def __init__(self, plan: Any, out: Path, frozen: int = 0, **options: Any) -> None:
+        """frozen: how many layers are frozen at first. options: of `run.ddp`."""
         self.run, self.plan, self.out = spotrun.init(seed=5), plan, out
         layers = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
         layers[:frozen].requires_grad_(False)
-        self.model = self.run.ddp(layers)
+        self.model = self.run.ddp(layers, **options)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         data = Numbered()
         self.sampler = spotrun.ElasticSampler(data, seed=1)
@@ -223,3 +223,66 @@ def passing(plan: Any, out: Path) -> None:
     script.track()
     script.train()
     script.save(again=sorted(int(index) for _, batch in script.loader for index in batch))
+
+
+def summing(plan: Any, out: Path) -> None:
+    """It has a collective of its own: `plan.collective` says where."""
+    script = Script(plan, out)
+
+    def sum_up(place: str) -> None:
+        if plan.collective == place and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(torch.ones(3))
+
+    sum_up("before run.track")
+    script.track()
+    sum_up("after run.track")
+    if plan.collective == "run.ddp":
+        script.run.ddp(nn.Linear(1, 1))
+    for _ in script.run.epochs(EPOCHS):
+        sum_up("before the loop")
+        for x, index in script.run.steps(script.loader):
+            script.step(script.model, x, index)
+        sum_up("after the loop")
+    sum_up("at the end")
+    script.save()
+
+
+def refrozen(plan: Any, out: Path) -> None:
+    """Its first layer is trained in the second epoch only."""
+    script = Script(plan, out, frozen=1, find_unused_parameters=True)
+    script.track()
+    layers: Any = script.model.module
+    for epoch in script.run.epochs(EPOCHS):
+        layers[0].requires_grad_(epoch == 1)
+        for x, index in script.run.steps(script.loader):
+            script.step(script.model, x, index)
+    script.save()
+
+
+class Cached(nn.Module):
+    """As a rotary embedding: it has a table for the longest sequence so far, which no state_dict has."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 4)
+        self.grow(16)
+
+    def grow(self, size: int) -> None:
+        self.register_buffer("table", torch.ones(size), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.table) < 64:
+            self.grow(64)
+        return self.inner(x) * self.table[:16].mean()
+
+
+def caching(plan: Any, out: Path) -> None:
+    """Its model makes a buffer larger in the first step."""
+    script = Script(plan, out)
+    script.model = script.run.ddp(Cached())
+    script.optimizer = torch.optim.SGD(script.model.parameters(), lr=0.1)
+    script.track()
+    script.train()
+    script.save()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch.distributed as dist
 from spotrun.train import distributed, group_health
 from spotrun.train.group_health import GroupHealth
 from tests.helpers import wait_for
+from tests.train.faults import connect_meanwhile
+from tests.train.forks import forked
+from tests.train.meeting import meeting
 
 CPU = torch.device("cpu")
 
@@ -175,3 +179,16 @@ def test_cuda_groups_follow_each_other(aborts: bool) -> None:
     distributed._end.join(60)
     assert not distributed._end.is_alive()
     assert tensor.tolist() == [1.0] * 4
+
+
+def test_another_threads_connection_stays(tmp_path: Path) -> None:
+    """A dataset may connect to its bucket while this worker waits for the others, and then leaves their group."""
+    with meeting(2) as group:
+        both = [forked.Process(target=connect_meanwhile, args=(group, rank, tmp_path), daemon=True) for rank in (0, 1)]
+        for each in both:
+            each.start()
+        for each in both:
+            each.join(60)
+            each.kill()
+    assert [each.exitcode for each in both] == [0, 0]
+    assert all((tmp_path / str(rank)).exists() for rank in (0, 1))

@@ -23,7 +23,7 @@ from spotrun.train.metrics import Clock, Metrics
 from spotrun.train.noted_state import NotedState
 from spotrun.train.parallel import Parallel
 from spotrun.train.profiling import Profiling
-from spotrun.train.regroup import Loop, Membership
+from spotrun.train.regroup import Loop, Membership, agree_on_gradients
 from spotrun.train.restore import NOTHING, Found, Order, gather, restore
 from spotrun.train.rng import reseed
 from spotrun.train.schedule import Snapshots
@@ -104,9 +104,7 @@ class Boundary:
                     self.await_collectives = self._exactness.wait
                 else:
                     self._noted = None
-            if self._noted is not None:
-                collectives.observe(self._check_collective)
-            elif self._context.exact:
+            if self._noted is None and self._context.exact:
                 log.warning("exact: true does not help this script: after a death, the newest snapshot counts")
         if self._context.warm_up:
             self._enter(control)
@@ -241,7 +239,7 @@ class Boundary:
         self._allocated = [each for each in self._state.optimizers if optimizer_state.allocate(each)]
         self.regroup()
 
-    def _check_collective(self, name: str, values: Iterable[Any]) -> None:
+    def see_collective(self, name: str, values: Iterable[Any]) -> None:
         """The script gives these to a collective of this name."""
         if self._noted is not None:
             self._noted.check_collective(values)
@@ -298,6 +296,7 @@ class Boundary:
         self.snapshots.guard_copies()
         if not equal and self._exactness is not None:  # DDP sends all models: an abort may spoil them
             self._drop_own()
+        agree_on_gradients(self._models, self._group)
         for model in self._models:
             model.rebuild(equal)
         if found is not None:
@@ -312,6 +311,7 @@ class Boundary:
         failures.check()
         self.await_collectives()
         self._tell_restored(control, found)
+        self._live = None  # it may have copies of tensors
 
     def _find(self, context: Context, live: OwnState | None = None) -> Found | None:
         """The state to continue from. Every rank must call this. live: that of this process, if it is whole."""

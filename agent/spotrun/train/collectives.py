@@ -2,7 +2,7 @@
 
 If a peer is gone, a collective fails. A script could only end then. So in a step, the script does not get the error:
 the collective returns without a result, and the step does not count, as if `run.backward` had failed. DDP calls its
-collectives in C++, which this module does not touch.
+collectives in C++, which this module does not touch: see `Parallel.forward`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NAMES = (
 MESSAGES = ("recv", "recv_anysource", "send")  # between two ranks
 _handle: Callable[[Exception], bool] | None = None  # True: the error is handled, and is not raised
 _thread = 0  # the id of the thread whose errors are handled
-_check: Callable[[str, Iterable[Any]], None] | None = None  # gets what that thread gives to collectives
+_see: Callable[[str, Iterable[Any]], None]  # gets what that thread gives to collectives
 
 
 class _Done(c10d.FakeWork):
@@ -56,21 +56,23 @@ class _Done(c10d.FakeWork):
         return True
 
 
-def handle_errors(handle: Callable[[Exception], bool]) -> None:
-    """From now on, `handle` gets the errors of collectives that this thread calls. It returns False to raise them."""
-    global _handle, _thread
+def watch(handle: Callable[[Exception], bool], see: Callable[[str, Iterable[Any]], None]) -> None:
+    """Watch the collectives that this thread calls, from now on.
+
+    handle: gets their errors, and returns False to raise them. see: gets their names and arguments, before the calls.
+    """
+    global _handle, _see, _thread
     if _handle is None:
         for name in _NAMES:
             if name in vars(c10d.ProcessGroup):
                 setattr(c10d.ProcessGroup, name, _guarded(getattr(c10d.ProcessGroup, name), _Done))
         c10d.Work.wait = _guarded(c10d.Work.wait, lambda: True)  # type: ignore[method-assign]
-    _handle, _thread = handle, threading.get_ident()
+    _handle, _see, _thread = handle, see, threading.get_ident()
 
 
-def observe(check: Callable[[str, Iterable[Any]], None]) -> None:
-    """From now on, `check` gets the name and arguments of the collectives that the thread of `handle_errors` calls."""
-    global _check
-    _check = check
+def handled(error: Exception) -> bool:
+    """Whether the script's thread may go on after this error of a collective, in a step that does not count."""
+    return _handle is not None and threading.get_ident() == _thread and _handle(error)
 
 
 def _guarded(call: Callable[..., Any], result: Callable[[], Any]) -> Callable[..., Any]:
@@ -78,12 +80,12 @@ def _guarded(call: Callable[..., Any], result: Callable[[], Any]) -> Callable[..
 
     @functools.wraps(call)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if _check is not None and threading.get_ident() == _thread:
-            _check(call.__name__, (*args, *kwargs.values()))
+        if threading.get_ident() == _thread:
+            _see(call.__name__, (*args, *kwargs.values()))
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            if threading.get_ident() != _thread or _handle is None or not _handle(error):
+            if not handled(error):
                 raise
             return result()
 

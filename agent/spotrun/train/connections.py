@@ -12,10 +12,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -68,21 +68,31 @@ def result(future: Future[T]) -> T:
                 raise dist.DistError("the connections to other workers were broken") from None
 
 
+def connected_to(place: tuple[str, int]) -> set[str]:
+    """The sockets of this process that are connected to this host and port."""
+    return {name for name, _, peer in _connections() if peer == place}
+
+
 def _shut_down() -> None:
+    for name, connection, peer in _connections():
+        with contextlib.suppress(OSError):
+            if peer == meeting_place:
+                connection.shutdown(socket.SHUT_RDWR)
+            elif name in of_group:
+                connection.shutdown(socket.SHUT_RD)
+
+
+def _connections() -> Iterator[tuple[str, socket.socket, tuple[str, int]]]:
+    """The TCP connections of this process: the kernel's name, the socket, and the host and port of the other end.
+
+    A socket that listens is left out: gloo ends the process if that one closes.
+    """
     for name, descriptor in sockets().items():
-        if name in of_group or meeting_place is not None:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                # Raises for a socket that listens: gloo ends the process if that one closes.
-                peer = connection.getpeername()
-                if _is_meeting_place(peer):
-                    connection.shutdown(socket.SHUT_RDWR)
-                elif name in of_group:
-                    connection.shutdown(socket.SHUT_RD)
-
-
-def _is_meeting_place(peer: Any) -> bool:
-    """Whether this address is that of the store."""
-    return len(peer) > 1 and (str(peer[0]).removeprefix("::ffff:"), peer[1]) == meeting_place
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            # Another thread may have closed the socket, and the descriptor may be another one's by now.
+            if os.readlink(f"/proc/self/fd/{connection.fileno()}") == name and connection.family != socket.AF_UNIX:
+                host, port, *_ = connection.getpeername()
+                yield name, connection, (host.removeprefix("::ffff:"), port)
 
 
 def sockets() -> dict[str, int]:

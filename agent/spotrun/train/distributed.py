@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -122,11 +122,14 @@ def join_process_group(
     # module, so import it while there is no group.
     importlib.import_module("torch.distributed.nn.functional")
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    before = connections.sockets()
+    before: Collection[str] = connections.sockets()
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and alone is None:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             store = _agent_store() if meeting is None else _meet(world, meeting)
+            # The script's other threads may have connected to something while this one waited.
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            before = connections.sockets().keys() - connections.connected_to(place)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
         elif alone is None:
             dist.init_process_group(backend, timeout=TIMEOUT)
@@ -136,7 +139,7 @@ def join_process_group(
                 backend, store=dist.FileStore(str(alone), world), rank=rank, world_size=world, timeout=TIMEOUT
             )
     finally:
-        connections.of_group = frozenset(connections.sockets().keys() - before.keys())
+        connections.of_group = frozenset(connections.sockets().keys() - before)
         connections.broken = False
     return True
 

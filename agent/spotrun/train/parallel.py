@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from spotrun.errors import SpotrunError
+from spotrun.train import collectives
 
 # Whether DDP copies buffers before each forward pass. Older versions of torch call it broadcast_buffers.
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
@@ -94,6 +96,22 @@ class Parallel(nn.Module):
             self.__dict__["_ddp"] = self._wrap(equal)
         self.__dict__["_equal"] = []
 
+    def layout(self) -> Iterator[str]:
+        """What the ranks must have in common: the parameters, and the buffers if they are shared."""
+        shared = self.module.named_buffers() if self.shares_buffers else ()
+        for name, each in (*self.module.named_parameters(), *shared):
+            yield f"{name} {each.dtype} {'lazy' if is_lazy(each) else tuple(each.shape)}"
+
+    @property
+    def exchanged(self) -> list[bool]:
+        """For each parameter, in order, whether DDP exchanges its gradient."""
+        return [bool(self._trained.get(each, each.requires_grad)) for each in self.module.parameters()]
+
+    @exchanged.setter
+    def exchanged(self, values: Iterable[bool]) -> None:
+        """Takes effect with `rebuild`."""
+        self._trained.update(zip(self.module.parameters(), values, strict=True))
+
     def include(self) -> bool:
         """Exchange the gradients of further parameters, which the script has unfrozen or added. True: there are some.
 
@@ -121,7 +139,8 @@ class Parallel(nn.Module):
                 # costs a search of the graph and one more collective in each step, so two ranks go without.
                 options["find_unused_parameters"] = True
                 if self._used is None:
-                    self.__dict__["_used"] = _Used(module)
+                    self.__dict__["_used"] = _Used()
+                self._used.include(module)
                 module = _Spare(module)
             ddp = DistributedDataParallel(module, **options)
             for state, hook in self._hooks:
@@ -135,7 +154,12 @@ class Parallel(nn.Module):
             return self.module(*args, **kwargs)
         if self._used is not None:
             self._used.begin(self._ddp.require_backward_grad_sync)
-        return self._ddp(*args, **kwargs)
+        try:
+            return self._ddp(*args, **kwargs)
+        except Exception as error:  # DDP has a collective here in an early step
+            if not collectives.handled(error):
+                raise
+            return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -253,17 +277,21 @@ class _Used:
     next forward pass), and with the same remedy.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._names = [name for name, each in module.named_parameters() if each.requires_grad]
+    def __init__(self) -> None:
+        self._names: dict[nn.Parameter, str] = {}
         self._seen: set[str] = set()
         self._counts = False
+
+    def include(self, module: nn.Module) -> None:
+        """From now on, also look at these parameters, if they require gradients now."""
         for name, each in module.named_parameters():
-            if each.requires_grad:
+            if each.requires_grad and each not in self._names:
+                self._names[each] = name
                 each.register_post_accumulate_grad_hook(partial(self._see, name))  # type: ignore[no-untyped-call]
 
     def begin(self, counts: bool) -> None:
         """A forward pass begins. counts: whether its backward pass averages gradients over the ranks."""
-        missing = [name for name in self._names if name not in self._seen]
+        missing = [name for name in self._names.values() if name not in self._seen]
         if self._seen and missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise SpotrunError(

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
@@ -53,6 +54,7 @@ from spotrun.train.distributed import (
     rank_and_world,
 )
 from spotrun.train.parallel import Parallel
+from spotrun.train.restore import gather
 from spotrun.train.sections import place
 
 log = logging.getLogger(__name__)
@@ -136,6 +138,8 @@ class Membership:
 
     def restarts(self, why: str) -> None:
         """From now on, this worker does not join another generation without a restart."""
+        if not self.obstacle:
+            log.warning("after an interruption, all workers will restart: %s", why)
         self.obstacle = self.obstacle or why
         self._control.able = 0
 
@@ -303,6 +307,24 @@ class Membership:
 
     def _is_released(self) -> bool:
         return self._control.released == self.context.generation
+
+
+def agree_on_gradients(models: Sequence[Parallel], group: dist.ProcessGroup | None) -> None:
+    """Have all ranks exchange the gradients of the same parameters: those that any rank exchanges.
+
+    A newcomer has not run what the script has done since its set-up, such as training a layer for a while. Every rank
+    must call this. group: takes CPU tensors; None: the default group. Raises `DistError` if the ranks have different
+    parameters or shared buffers.
+    """
+    text = "\n".join(line for model in models for line in ("", *model.layout()))
+    if len({each[0] for each in gather([xxhash.xxh3_64_intdigest(text.encode()) >> 1], group)}) > 1:
+        raise dist.DistError("the workers' models have other parameters or buffers: the script must start again")
+    exchanged = torch.tensor([each for model in models for each in model.exchanged], dtype=torch.uint8)
+    if rank_and_world()[1] > 1 and len(exchanged):
+        dist.all_reduce(exchanged, dist.ReduceOp.MAX, group=group)
+    found = iter(exchanged.tolist())
+    for model in models:
+        model.exchanged = [bool(next(found)) for _ in model.exchanged]
 
 
 def survives_failure(device: torch.device) -> bool:

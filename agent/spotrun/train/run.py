@@ -10,7 +10,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -112,9 +112,10 @@ class Run:
         self._ahead: list[Any] = []  # batches fetched early
         self._batch = batches.Batch(1.0, True, 0, 0)
         self._inside = False  # whether a step is under way
+        self._tracked = False  # whether run.track has returned
         self._sizes: tuple[float | None, int] = (None, 0)  # samples in an epoch, and in one of its positions
         if context is not None:
-            collectives.handle_errors(self._void_if_in_step)
+            collectives.watch(self._void_if_in_step, self._see_collective)
             when_asked(lambda: self._size_is_read("len(loader)"))
         reseed(seed, "init")
 
@@ -174,6 +175,7 @@ class Run:
 
     def ddp(self, module: nn.Module, **options: Any) -> Parallel:
         """The module on `run.device`. Its gradients are averaged over the workers. `options` go to DDP."""
+        self._see_collective("run.ddp", ())
         with self._boundary.exit_if_a_peer_fails:
             self._models.append(Parallel(module, self.device, **options))
         return self._models[-1]
@@ -183,19 +185,11 @@ class Run:
 
         Call it once, before the first step. Raises `SpotrunError` if an object has no state_dict and load_state_dict.
         """
-        if self._state.objects:
-            raise SpotrunError("run.track was called before: name everything in one call")
-        if not objects:
-            raise SpotrunError("run.track() tracks nothing; write run.track(model=model, optimizer=optimizer, …)")
-        for name, item in objects.items():
-            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
-                raise SpotrunError(
-                    f"run.track({name}=…): a {type(item).__name__} has no state_dict() and load_state_dict()"
-                )
-        self._state.objects = objects
+        self._state.name(objects)
         self._boundary.begin()
         self.rank, self._world_size = rank_and_world()  # they have changed if this worker has warmed up
         reseed(self._state.seed, "tracked")
+        self._tracked = True
 
     def epochs(self, n: int) -> Iterator[int]:
         """Epochs 0 … n - 1, beginning with the restored one, even if all steps of that epoch are done."""
@@ -310,6 +304,12 @@ class Run:
     def _void_if_in_step(self, error: Exception) -> bool:
         """Whether the script goes on after this error of a collective of its own, in a step that does not count."""
         return self._inside and self._boundary.void_if_a_peer_fails.handle(error)
+
+    def _see_collective(self, name: str, values: Iterable[Any]) -> None:
+        """The script is about to call this collective. A newcomer must not call one that the others have passed."""
+        if self._tracked and self._stepped != self.epoch and self._membership is not None:
+            self._membership.restarts(f"the script calls {name} after run.track, and before run.steps in an epoch")
+        self._boundary.see_collective(name, values)
 
     def _regroup(self, loader: Any, accumulate: int) -> Iterator[batches.Batch]:
         """Join the next generation, and describe the batches that the loader gives from there on."""

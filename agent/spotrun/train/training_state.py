@@ -44,6 +44,19 @@ class TrainingState:
         self.step = self.epoch = self.consumed = 0
         self.objects: dict[str, Stateful] = {}
 
+    def name(self, objects: dict[str, Stateful]) -> None:
+        """What `run.track` names. Raises `SpotrunError` for a second call, or an object that has no state."""
+        if self.objects:
+            raise SpotrunError("run.track was called before: name everything in one call")
+        if not objects:
+            raise SpotrunError("run.track() tracks nothing; write run.track(model=model, optimizer=optimizer, …)")
+        for name, item in objects.items():
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+                raise SpotrunError(
+                    f"run.track({name}=…): a {type(item).__name__} has no state_dict() and load_state_dict()"
+                )
+        self.objects = objects
+
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The tracked optimizers."""

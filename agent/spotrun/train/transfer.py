@@ -49,7 +49,7 @@ class Hop:
 
     before: int | None
     after: int | None
-    group: dist.ProcessGroup | None  # takes CPU tensors
+    group: dist.ProcessGroup | None  # takes CPU tensors; not the default group of a later generation
     helpers: tuple[int, ...] = ()
 
 
@@ -213,6 +213,7 @@ def send(record: slots.Record, source: Source, hop: Hop) -> Sends:
 def help_send(source: Source, number: int, helpers: int, to: int, group: dist.ProcessGroup | None) -> Sends:
     """Begin to send a helper's part, as `send`. number: the helper's, from 1 to `helpers`. to: the first receiver."""
     sends: Sends = []
+    group = group or dist.group.WORLD
     parts = messages(source.entries)
     for each, sender in zip(parts, shares(parts, source.equal, 1 + helpers), strict=True):
         if sender == number:
@@ -374,4 +375,4 @@ def chain_place(
         return None
     at = chain.index(rank)
     before, after = chain[at - 1] if at else None, chain[at + 1] if at + 1 < len(chain) else None
-    return Hop(before, after, group, helpers if at < 2 else ())
+    return Hop(before, after, group or dist.group.WORLD, helpers if at < 2 else ())
