@@ -18,6 +18,7 @@ from spotrun.node.part_uploader import PartUploader, WantedPart
 from spotrun.state import slots
 from spotrun.store import Store, client
 from spotrun.wire import StateRef, Trouble
+from tests.fakes.node import small_memory
 from tests.helpers import await_for
 
 REF = StateRef(generation=2, step=7)
@@ -28,12 +29,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE", (0.01, 0.05))
 
 
-def snapshot(folder: Path, step: int = 7) -> None:
-    """A committed one, in the first slot."""
+def snapshot(folder: Path, step: int = 7, size: int = 1000) -> None:
+    """A committed one, in the first slot. size: of its largest tensor, in numbers of 4 bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     slots.revoke(folder, 0)
     data = slots.data_path(folder, 0)
-    save_file({"a": np.full(1000, step, np.float32), "b": np.zeros(24, np.float32)}, data)
+    save_file({"a": np.full(size, step, np.float32), "b": np.zeros(24, np.float32)}, data)
     size, xxh3 = slots.digest(data)
     slots.commit(folder, 0, slots.Record("j", 2, step, size, xxh3, {}))
 
@@ -132,6 +133,28 @@ async def test_a_full_disk_is_told_without_copying(tmp_path: Path, monkeypatch: 
     assert [list(copy.iterdir()) for copy in s.copies()] == [[]]
     monkeypatch.undo()
     await s.until(lambda: s.uploader.part, "the part")
+
+
+async def test_half_a_copy_takes_no_room_from_the_next_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program fills the disk during the first copy. Then as much is free again as before."""
+    disk = tmp_path / "scratch"
+    disk.mkdir()
+    with small_memory(disk):
+        s, tries = Uploading(tmp_path), list[Path]()
+        snapshot(s.slots, size=5 << 20)  # 20 MiB of the disk's 32
+        check_room = module._check_room
+
+        def check_then_fill(folder: Path, size: int) -> None:
+            (disk / "other").unlink(missing_ok=True)
+            check_room(folder, size)
+            if not tries:
+                (disk / "other").write_bytes(bytes(16 << 20))
+            tries.append(folder)
+
+        monkeypatch.setattr(module, "_check_room", check_then_fill)
+        await s.until(lambda: s.uploader.part, "the part")
+        assert len(tries) == 2
+        await await_for(lambda: not s.copies(), 20, "the copy is removed")
 
 
 async def test_a_disk_without_room_for_a_folder_is_trouble(tmp_path: Path) -> None:

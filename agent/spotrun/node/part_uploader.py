@@ -209,6 +209,8 @@ def _copy(copy: _Copy) -> bool:
             held = slots.read(wanted.slots, slot)
             if held is None or held.order != record.order:
                 return False  # it was overwritten before the slot was locked
+            for left in copy.folder.iterdir():  # of a try in which the disk filled up
+                left.unlink()
             _check_room(copy.folder, record.size // wanted.parts)
             written = write_part(wanted.slots, slot, wanted.index, wanted.parts, copy.folder)
         copy.files = tuple(FileRef(name=name, size=size, xxh3=xxh3) for name, _, size, xxh3 in written)
