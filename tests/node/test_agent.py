@@ -25,7 +25,7 @@ from spotrun.node.agent import Agent, Settings
 from spotrun.node.connection import Connection
 from spotrun.node.runner import Runner
 from spotrun.spec.names import CLUSTER, POOL
-from spotrun.state import shards
+from spotrun.state import shards, slots
 from spotrun.store import Store, checkpoint_key, code_key, head_key, host_key
 from spotrun.wire import MAX_MESSAGE, Bundle, HostRecord, Order, Report, SaveOrder, StateRef, hash_of
 from tests.fakes.head import FakeHead, Seen
@@ -508,6 +508,30 @@ async def test_notices_are_reported(tmp_path: Path) -> None:
         report = await w.head.wait(A, lambda r: r.notice, "the notice")
         assert report.notice is not None
         assert report.notice.kind == "preempt"
+
+
+async def test_a_job_that_is_ordered_under_notice_pauses_little_between_tries_to_upload(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        machine = Machine(A, "127.0.9.2", tmp_path, w.url)
+        machine.before = "from spotrun.node import part_uploader; part_uploader.PAUSE = (3600.0, 3600.0)"
+        machine.metadata.change(preempted="TRUE")
+        w.machines.append(machine)
+        await machine.start()
+        await w.head.wait(A, lambda r: r.notice and r.report.phase == "ready", "the notice")
+        bundle = w.bundle()
+        folder = machine.tmpfs / bundle.id / "slots"
+        folder.mkdir(parents=True)
+        data = slots.data_path(folder, 0)
+        data.write_bytes(shards.header(shards.layout([("weight", "F32", (4,))])) + bytes(16))
+        slots.commit(folder, 0, slots.Record(bundle.id, 1, 5, *slots.digest(data), {}))
+        bucket = Path(w.url) / "jobs" / bundle.id
+        bucket.mkdir(parents=True)
+        (bucket / "checkpoints").write_text("a file where a folder has to be")
+        upload = {"upload": StateRef(generation=1, step=5), "save": SaveOrder(step=5, index=0, parts=1)}
+        await w.head.order(A, order_of(bundle, **upload))
+        await w.head.wait(A, lambda r: r.trouble and r.trouble.tries >= 3, "three failures")
+        (bucket / "checkpoints").unlink()
+        await w.head.wait(A, lambda r: r.parts, "the part")
 
 
 async def test_the_agent_waits_for_all_it_needs(tmp_path: Path) -> None:

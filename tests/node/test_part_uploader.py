@@ -169,6 +169,26 @@ async def test_a_disk_without_room_for_a_folder_is_trouble(tmp_path: Path) -> No
     await await_for(lambda: not s.copies(), 20, "the copy is removed")
 
 
+async def test_a_notice_ends_the_pause_between_two_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE", (3600.0, 3600.0))
+    s = Uploading(tmp_path)
+    s.refuse()
+    await s.until(s.tries, "a failure")
+    s.accept()
+    s.uploader.hurry()
+    await s.until(lambda: s.uploader.part, "the part")
+
+
+async def test_pauses_under_notice_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE", (3600.0, 3600.0))
+    s = Uploading(tmp_path)
+    s.uploader.hurry()
+    s.refuse()
+    await s.until(lambda: s.tries() >= 3, "three failures")
+    s.accept()
+    await s.until(lambda: s.uploader.part, "the part")
+
+
 async def test_a_snapshot_that_is_not_there_is_late_and_no_trouble(tmp_path: Path) -> None:
     s = Uploading(tmp_path)
     snapshot(s.slots, step=9)

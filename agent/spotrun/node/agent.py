@@ -182,7 +182,10 @@ class Agent:
         await self._node.templates.end()
 
     def _runner(self, job: str) -> Runner:
-        return Runner(job, self._node, self._wake.set)
+        runner = Runner(job, self._node, self._wake.set)
+        if self.under_notice:
+            runner.hurry()
+        return runner
 
     def _accepted(self, order: JobOrder) -> JobOrder:
         """The job's order, or the one before if this one is older."""

@@ -26,6 +26,7 @@ from spotrun.wire import FileRef, Part, StateRef, Trouble
 log = logging.getLogger(__name__)
 
 PAUSE = (1.0, 60.0)  # seconds between tries: the first pause, the longest
+HURRIED = 1.0  # the longest pause on a machine that will be taken
 FORGOTTEN = 600.0  # seconds from the last failure until the trouble is forgotten, while no part is wanted
 
 
@@ -45,7 +46,8 @@ class _Attempt:
     """The work on one wanted part."""
 
     wanted: WantedPart
-    stopped: asyncio.Event = field(default_factory=asyncio.Event)  # once set, the attempt ends soon
+    stopped: bool = False  # if true, the attempt ends soon
+    again: asyncio.Event = field(default_factory=asyncio.Event)  # set: the pause between two tries ends
     task: asyncio.Task[Part | None] | None = None  # None: the snapshot is not committed yet
 
 
@@ -59,6 +61,7 @@ class PartUploader:
         self.trouble: Trouble | None = None  # why the newest try failed; None once a part is in the bucket
         self._store, self._scratch, self._changed = store, scratch, changed
         self._attempt: _Attempt | None = None
+        self._longest = PAUSE[1]  # seconds of a pause, at most
         self._failed_at = 0.0  # monotonic seconds
         self._tasks: set[asyncio.Task[Part | None]] = set()  # of all attempts that still work, stopped ones too
 
@@ -92,10 +95,17 @@ class PartUploader:
         elif self._attempt.task is not None and self._attempt.task.done():
             self._attempt.task.result()  # raises an unexpected error: that is a bug
 
+    def hurry(self) -> None:
+        """The machine will be taken: try again now, and from now on after short pauses."""
+        self._longest = HURRIED
+        if self._attempt is not None:
+            self._attempt.again.set()
+
     def stop(self) -> None:
         """Stop the current attempt; no part is wanted. An upload in progress ends soon after."""
         if self._attempt is not None:
-            self._attempt.stopped.set()
+            self._attempt.stopped = True
+            self._attempt.again.set()
         self._attempt = None
 
     def forget(self) -> None:
@@ -112,21 +122,22 @@ class PartUploader:
         with contextlib.ExitStack() as stack:
             copy: _Copy | None = None
             backoff = Backoff(*PAUSE)
-            while not attempt.stopped.is_set():
+            while not attempt.stopped:
                 try:
                     copy = copy or _Copy(attempt.wanted, self._make_folder(stack))
-                    part = await asyncio.to_thread(_copy_and_upload, self._store, copy, attempt.stopped.is_set)
+                    part = await asyncio.to_thread(_copy_and_upload, self._store, copy, lambda: attempt.stopped)
                 except CorruptError as error:
                     log.warning("step %s is not saved, its snapshot is damaged: %s", attempt.wanted.ref.step, error)
                     return None
                 except (SpotrunError, OSError) as error:
                     self._fail(attempt, str(error) or repr(error))
                 else:
-                    self.trouble = None if part and not attempt.stopped.is_set() else self.trouble
+                    self.trouble = None if part and not attempt.stopped else self.trouble
                     return part
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(backoff.next()):
-                        await attempt.stopped.wait()
+                    async with asyncio.timeout(min(backoff.next(), self._longest)):
+                        await attempt.again.wait()
+                attempt.again.clear()
         return None
 
     def _make_folder(self, stack: contextlib.ExitStack) -> Path:
@@ -137,7 +148,7 @@ class PartUploader:
 
     def _fail(self, attempt: _Attempt, message: str) -> None:
         """Record the failure. `since` is the first failure in a row, even if the steps differ."""
-        if attempt.stopped.is_set():
+        if attempt.stopped:
             return
         step, now = attempt.wanted.ref.step, time.time()
         log.warning("checkpoint part of step %s is not in the bucket, trying again: %s", step, message)

@@ -121,6 +121,7 @@ class Runner:
     def hurry(self) -> None:
         """The machine will be taken: upload as soon as possible."""
         self._metrics.hurry()
+        self._part_uploader.hurry()
 
     async def end(self) -> None:
         """End all processes of the job, because the agent ends. Files stay."""
