@@ -93,3 +93,8 @@ def alive(pid: int) -> bool:
 def children(pid: int) -> list[int]:
     """The living children that the main thread of a process has forked, the oldest first."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if alive(int(word))]
+
+
+def parent(pid: int) -> int:
+    """The process that has forked this one (proc(5))."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])

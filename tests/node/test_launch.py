@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import signal
 import tempfile
 from pathlib import Path
@@ -17,7 +18,7 @@ from spotrun.node.launch import preload
 from spotrun.node.launch.client import Launcher
 from spotrun.node.launch.templates import Templates
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Control
-from tests.fakes.launchers import alive, bench
+from tests.fakes.launchers import alive, bench, parent
 from tests.fakes.nccl import NCCL, NCCL_SHORT
 from tests.helpers import await_for
 
@@ -251,6 +252,18 @@ async def test_the_launcher_goes_with_its_end_of_input(tmp_path: Path) -> None:
         await b.launcher.end()
         for pid in [*started["pids"], *below]:
             await await_for(functools.partial(_has_ended, pid), what="an end")
+
+
+async def test_workers_whose_forkserver_dies_count_as_killed(tmp_path: Path) -> None:
+    """The exit code of a worker is then unknown. The next generation has a new forkserver."""
+    async with bench(tmp_path) as b:
+        await b.begin(procs=2)
+        b.start(1, "import time; time.sleep(600)", procs=2)
+        started = await b.said(lambda e: e["type"] == "started", "a start")
+        os.kill(parent(started["pids"][0]), signal.SIGKILL)
+        assert [await b.code(1, index) for index in (0, 1)] == [-signal.SIGKILL] * 2
+        b.start(2, "import os; os._exit(255)")
+        assert await b.code(2) == 255
 
 
 def _has_ended(pid: int) -> bool:

@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import queue
+import select
 import signal
 import socket
 import threading
@@ -49,6 +50,8 @@ from spotrun.node.launch.worker import Task, run
 log = logging.getLogger(__name__)
 
 FOREVER = 2**31  # restarts that torch elastic allows: the head decides how many there are
+LOST = 255  # multiprocessing's exit code for a worker whose forkserver has ended (`popen_forkserver.Popen.poll`)
+ENDING = 1.0  # seconds: the pipes of a killed process may close before the process has ended
 POISONED = 3  # exit code of the trial process if the imports have initialised CUDA: then no fork can use CUDA
 
 
@@ -244,6 +247,8 @@ class ForkingElasticAgent(SimpleElasticAgent):
         process = self._processes[index]
         process.join()
         code = process.exitcode if process.exitcode is not None else 1
+        if code == LOST and _forkserver_ended():
+            code = -signal.SIGKILL  # the kernel has killed the worker with it, see `preload`
         self._codes[index] = code
         generation = self._commands.command.generation if self._commands.command else 0
         self._events.write(type="exited", generation=generation, local_rank=index, code=code)
@@ -301,6 +306,15 @@ def main(address: str, lines_in: int, lines_out: int) -> None:
 def trial() -> None:
     """The first fork. When it ends, the forkserver has imported everything."""
     os._exit(POISONED if preload.poisoned() else 0)
+
+
+def _forkserver_ended() -> bool:
+    """Whether the forkserver has ended. It stays a zombie until multiprocessing starts the next one."""
+    handle = os.pidfd_open(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+    try:
+        return bool(select.select([handle], [], [], ENDING)[0])
+    finally:
+        os.close(handle)
 
 
 def _warm_up() -> None:
