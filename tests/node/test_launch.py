@@ -20,6 +20,7 @@ from spotrun.node.launch.templates import Templates
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Control
 from tests.fakes.launchers import alive, bench, parent
 from tests.fakes.nccl import NCCL, NCCL_SHORT
+from tests.fakes.node import small_memory
 from tests.helpers import await_for
 
 PLAIN = """
@@ -28,6 +29,11 @@ assert __name__ == "__main__" and __main__.__file__ == __file__ == sys.argv[0]
 assert sys.path[0] == os.path.dirname(__file__) and os.getcwd() == os.path.dirname(__file__)
 print(sys.argv[1:], os.environ["MORE"], os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"])
 print("on stderr", file=sys.stderr)
+for number, stream in enumerate((sys.stdout, sys.stderr), 1):
+    assert (stream.fileno(), stream.buffer.fileno(), stream.isatty(), stream.mode) == (number, number, False, "w")
+    assert (stream.encoding, stream.errors, stream.line_buffering) == ("utf-8", "backslashreplace", True)
+sys.stdout.buffer.write(b"bytes\\n")
+sys.stdout.buffer.flush()
 os.system("echo from a child")
 os.kill(os.getpid(), signal.SIGTERM)  # passed over
 ready, tell = os.pipe()
@@ -53,8 +59,8 @@ async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> Non
         b.start(1, PLAIN, "one", "two words")
         assert await b.code(1) == 0
         lines = b.log(1).splitlines()
-        assert sorted(lines[:3]) == ["['one', 'two words'] yes 0 1 1", "from a child", "on stderr"]
-        assert lines[3:] == ["a thread ended", "at exit kept"]
+        assert sorted(lines[:4]) == ["['one', 'two words'] yes 0 1 1", "bytes", "from a child", "on stderr"]
+        assert lines[4:] == ["a thread ended", "at exit kept"]
         control = Control(tmp_path / "1.0")
         assert (control.generation, control.rank) == (1, 0)
         assert control.forked > 0
@@ -69,7 +75,7 @@ async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> Non
             7: ("import torch.distributed as d\nraise d.DistNetworkError('Connection reset by peer')", EXIT_PEER),
             8: ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
             9: (f"import os; os._exit({EXIT_DRAINED})", EXIT_DRAINED),
-            10: ("import no_such_module_here", 1),
+            10: ("import sys\nsys.stdout.close()\nsys.stderr.close()\nimport no_such_module_here", 1),
             15: ("from spotrun.train import failures\nfailures.void = True\nraise SystemExit(3)", EXIT_PEER),
             16: ("from spotrun.train import failures\nfailures.void = True", EXIT_PEER),
             14: (f"import torch.distributed as d\nraise d.DistBackendError({NCCL!r})", EXIT_PEER),
@@ -97,6 +103,44 @@ async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> Non
         b.launcher.store = "127.0.9.9:1"
         b.start(13, "")
         await b.said(lambda e: e["type"] == "refused" and e["generation"] == 13, "a refusal")
+
+
+# It fills the disk, then also the last block of its log. The control block and the log lie on that disk.
+FILLS = """
+import os, sys
+print("the log has a block")
+try:
+    with open("filler", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 20))
+except OSError as error:
+    print(error.strerror, flush=True)
+print("lost" * 5000, file=sys.stderr)
+sys.stdout.buffer.write(b"lost" * 5000)
+sys.stdout.buffer.flush()
+"""
+PEER_DIES = "import torch.distributed as d\nraise d.DistNetworkError('Connection reset by peer')"
+
+
+async def test_a_full_disk_changes_nothing_but_the_log(tmp_path: Path) -> None:
+    """And full memory, where the note of a failure lies, changes nothing but the note."""
+    root = tmp_path / "full"
+    root.mkdir()
+    with small_memory(root):
+        async with bench(root) as b:
+            await b.begin()
+            scripts = {
+                1: ("os.unlink('filler')\nprint('there is room again')", 0),
+                2: (PEER_DIES, EXIT_PEER),
+                3: ("raise ValueError('bad luck')", 1),
+                4: ("sys.exit('out of luck')", 1),
+            }
+            for number, (text, wanted) in scripts.items():
+                b.start(number, FILLS + text)
+                assert await b.code(number) == wanted, text
+                (root / "filler").unlink(missing_ok=True)
+                assert b.log(number).startswith("the log has a block\nNo space left on device\nlost")
+            assert b.log(1).endswith("lostthere is room again\n")
 
 
 FORKS = """

@@ -5,6 +5,7 @@ Standard library only: training scripts write the note, and the agent reads it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -25,12 +26,16 @@ def path_for(control: str | Path) -> Path:
 
 
 def write(control: str | Path, kind: str, rank: int, message: str, traceback: str = "") -> None:
-    """Write the note: a JSON object (kind, rank, at, message, traceback)."""
+    """Write the note, if the memory has room for it: a JSON object (kind, rank, at, message, traceback).
+
+    Without a note, the exit code still tells a peer's death from an error of the script.
+    """
     path = path_for(control)
     values = {"kind": kind, "rank": rank, "at": time.time(), "message": message[:LONGEST]}
     partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(values | {"traceback": traceback[-TRACEBACK:]}))
-    os.replace(partial, path)
+    with contextlib.suppress(OSError):
+        partial.write_text(json.dumps(values | {"traceback": traceback[-TRACEBACK:]}))
+        os.replace(partial, path)
 
 
 def summary(text: str) -> str:

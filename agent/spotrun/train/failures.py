@@ -71,10 +71,13 @@ def becomes_void(seconds: float) -> bool:
 
 
 def flush() -> None:
-    """Write what other processes will read, and what is only in this process's memory so far."""
+    """Write what other processes will read, and what is only in this process's memory so far. Raises nothing."""
     for each in _flushers:
         with contextlib.suppress(Exception):
             each()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
 
 
 class Handled:
@@ -97,8 +100,7 @@ def end(context: Context, control: Control, rank: int, what: str, error: BaseExc
     """End this process because a peer failed, and tell the log and the agent. what: the meaning, in a few words."""
     message = f"{what}: {exit_note.summary(str(error))}"
     log.warning("%s", message)
-    with contextlib.suppress(OSError):
-        exit_note.write(context.control, "peer", rank, message, "".join(traceback.format_exception(error)))
+    exit_note.write(context.control, "peer", rank, message, "".join(traceback.format_exception(error)))
     control.exit = EXIT_PEER
     leave(EXIT_PEER)
 
@@ -112,7 +114,4 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(Exception):
             settle()
     flush()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
     os._exit(code)

@@ -197,9 +197,8 @@ class Membership:
         if error is not None:
             message = f"step {step}: another worker is gone: {exit_note.summary(str(error))}"
             log.warning("%s", message)
-            with contextlib.suppress(OSError):
-                trace = "".join(traceback.format_exception(error))
-                exit_note.write(self.context.control, "peer", control.rank, message, trace)
+            trace = "".join(traceback.format_exception(error))
+            exit_note.write(self.context.control, "peer", control.rank, message, trace)
         control.left = EXIT_DRAINED if error is None else EXIT_PEER
         wake(self.context.wakeup)
         while control.joins <= self.context.generation:

@@ -1,12 +1,16 @@
 """A worker runs the script as `python script.py args…` would, and reports why if it ends early.
 
-It is a fork of the forkserver, so torch is imported already. Its standard output and error go to the rank's log.
+It is a fork of the forkserver, so torch is imported already. Its standard output and error go to the rank's log. A full
+disk loses text of that log, and changes nothing else.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import faulthandler
+import io
 import multiprocessing
 import os
 import signal
@@ -17,13 +21,18 @@ import traceback
 import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from spotrun.machine import private_paths
 from spotrun.machine.processes import die_with_parent, kill_descendants, offer_to_oom_killer
 from spotrun.node.launch import own_stacks, preload
 from spotrun.state import exit_note
 from spotrun.state.control import EXIT_PEER, Control
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -98,11 +107,11 @@ def run(task: Task) -> None:
             atexit._run_exitfuncs()
             return
         if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
+            _print(f"{error.code}\n")
         _fail(task, "user", f"the script exited with code {code}", "", (code & 0xFF) or 1)
     except BaseException as error:
         text = "".join(traceback.format_exception(error.with_traceback(_script_part(error.__traceback__))))
-        print(text, file=sys.stderr, end="")
+        _print(text)
         said = "".join(traceback.format_exception_only(error)).strip()
         message = exit_note.summary(said) if "Last error:" in said else said.splitlines()[-1]
         if failures.is_peer_failure(error):
@@ -127,8 +136,36 @@ def _redirect(log: str) -> None:
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
-    sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+    sys.stdout, sys.stderr = _stream(1), _stream(2)
+
+
+def _stream(descriptor: int) -> TextIO:
+    """A stream as `open(descriptor, "w", buffering=1)` makes it, but a full disk raises no error."""
+    file = io.BufferedWriter(_Log(descriptor, "w", closefd=False))
+    stream = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    stream.mode = "w"  # type: ignore[misc]
+    return stream
+
+
+class _Log(io.FileIO):
+    """A rank's log. What the disk has no room for is lost: a log must not end the training.
+
+    Only what Python writes in this process gets here. A child that writes to the same descriptor gets the error.
+    """
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            return memoryview(data).nbytes
+
+
+def _print(text: str) -> None:
+    """Print to standard error. If the script has closed or replaced this stream, that may fail, and changes nothing."""
+    with contextlib.suppress(Exception):
+        sys.stderr.write(text)
 
 
 def _run_as_main(path: Path) -> None:
@@ -153,7 +190,5 @@ def _fail(task: Task, kind: str, message: str, trace: str, code: int) -> NoRetur
 
     exit_note.write(task.control, kind, int(task.env["RANK"]), message, trace)
     failures.flush()
-    sys.stdout.flush()
-    sys.stderr.flush()
     kill_descendants()
     os._exit(code)
