@@ -14,7 +14,17 @@ import pytest
 from spotrun.node import cleanup, snapshot_limits, worker_failure
 from spotrun.node.phase import phase_of
 from spotrun.node.workers import create
-from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NONE, Control
+from spotrun.state import exit_note
+from spotrun.state.control import (
+    ABLE,
+    EXIT_DRAINED,
+    EXIT_PEER,
+    NONE,
+    Control,
+    Invitation,
+    warm_up_store,
+    worker_fifo,
+)
 from spotrun.wire import Failure, Generation
 from tests.fakes.nccl import NCCL_SHORT, WATCHDOG
 
@@ -63,6 +73,23 @@ def test_a_worker_may_leave_while_the_agent_reads_why_another_one_left(
     assert found.failure.rank == 1
     assert found.phase == "failed"
     found.close()
+
+
+def test_new_workers_find_nothing_of_workers_whose_agent_was_killed(tmp_path: Path) -> None:
+    """Workers that warm up have the same paths each time."""
+    warm_up, folder = Generation.model_construct(number=0, members=(), store=""), tmp_path / "control"
+    old = create(warm_up, 0, 2, folder, tmp_path / "logs")
+    for each in old.workers:
+        for place in (exit_note.path_for, Invitation.path_for, warm_up_store):
+            place(each.path).write_text("of the worker before")
+        os.mkfifo(worker_fifo(each.path))
+    new = create(warm_up, 0, 2, folder, tmp_path / "logs")
+    assert sorted(path.name for path in folder.iterdir()) == ["0.0", "0.1"]
+    old.workers[0].control.step = 7  # its process has not ended yet
+    assert new.workers[0].control.step == NONE
+    new.close()
+    assert list(folder.iterdir()) == []
+    old.close()
 
 
 @pytest.mark.parametrize(

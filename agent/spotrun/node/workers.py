@@ -289,9 +289,7 @@ class WorkerGroup:
             if each.pidfd >= 0:
                 os.close(each.pidfd)
                 each.pidfd = -1
-            beside = exit_note.path_for, Invitation.path_for, warm_up_store, worker_fifo
-            for path in (each.path, *(place(each.path) for place in beside)):
-                path.unlink(missing_ok=True)
+            _remove(each.path)
 
     def _settled(self, draining: bool) -> bool:
         """Whether no snapshot is under way that a kill would spoil."""
@@ -321,6 +319,7 @@ def create(generation: Generation, node_rank: int, procs: int, control: Path, lo
         rank = node_rank * procs + local_rank
         path = control / f"{generation.number}.{local_rank}"
         try:
+            _remove(path)  # a killed agent leaves those of its workers
             found.workers.append(LocalWorker(rank, path, logs / f"{rank}.log", Control(path, create=True)))
         except OSError:
             path.unlink(missing_ok=True)
@@ -340,6 +339,13 @@ def move(group: WorkerGroup, generation: Generation, node_rank: int, logs: Path)
         each.log = logs / f"{each.rank}.log"
         each.control.renew(generation.number)
     return found
+
+
+def _remove(path: Path) -> None:
+    """Remove a control block, and what lies beside it."""
+    beside = exit_note.path_for, Invitation.path_for, warm_up_store, worker_fifo
+    for each in (path, *(place(path) for place in beside)):
+        each.unlink(missing_ok=True)
 
 
 def _report(each: LocalWorker) -> Worker:
