@@ -422,12 +422,15 @@ async def test_packages_and_launcher(tmp_path: Path) -> None:
 
 
 async def test_no_room_for_a_generation_and_what_a_killed_agent_left(tmp_path: Path) -> None:
-    left = tmp_path / A / "scratch" / "parts" / "part-old"
-    left.mkdir(parents=True)
-    async with world(tmp_path, A) as w:
+    async with world(tmp_path) as w:
         bundle = w.bundle()
+        scratch = tmp_path / A / "scratch"
+        left = [scratch / "parts" / "part-old", scratch / "work" / bundle.id / "new-old"]
+        for each in left:
+            each.mkdir(parents=True)
+        await w.add(A)
         await w.ready(bundle, [A])
-        assert not left.exists()
+        assert [each for each in left if each.exists()] == []
         control = w.machines[0].tmpfs / bundle.id / "control"
         shutil.rmtree(control)
         control.write_text("in the way")

@@ -61,7 +61,7 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
             os.environ.setdefault("AWS_REGION", identity.region)  # for the bucket, and for AWS's libraries in a job
         store = await asyncio.to_thread(Store, bucket)
         with contextlib.suppress(OSError):  # the health gate reports what is wrong with the disk
-            await asyncio.to_thread(cleanup.empty, settings.scratch / "parts")  # of uploads that a kill has cut short
+            await asyncio.to_thread(cleanup.remove_halves, settings.scratch)
         private_paths.make_folder(settings.tmpfs)
         agent = Agent(settings, identity, attributes, store, systemd)
         gate, life_sign = Gate(agent, settings, metadata, attributes), LifeSign(agent)

@@ -37,6 +37,15 @@ def remove(paths: Iterable[Path]) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def remove_halves(scratch: Path) -> None:
+    """Remove what a killed agent has left half done: copies for uploads, and working folders of jobs that may go on.
+
+    Call this before any job begins: later, a thread may be making such a folder.
+    """
+    empty(scratch / "parts")
+    remove(scratch.glob("work/*/new-*"))
+
+
 def remove_nccl_segments() -> list[str]:
     """Remove NCCL's segments of shared memory that no process uses; return their paths.
 
