@@ -310,7 +310,10 @@ def trial() -> None:
 
 def _forkserver_ended() -> bool:
     """Whether the forkserver has ended. It stays a zombie until multiprocessing starts the next one."""
-    handle = os.pidfd_open(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+    try:
+        handle = os.pidfd_open(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+    except ProcessLookupError:
+        return True
     try:
         return bool(select.select([handle], [], [], ENDING)[0])
     finally:
