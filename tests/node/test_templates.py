@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -224,6 +225,43 @@ async def test_a_template_that_hangs_is_left_to_those_who_still_wait_for_it(tmp_
         assert template in templates()
         second.launcher.give_up()
         await await_for(lambda: template not in templates(), what="the end of the template")
+
+
+@pytest.mark.parametrize("end", ["by a signal", "with its job"])
+async def test_a_launcher_ends_although_its_template_stands_still(tmp_path: Path, end: str) -> None:
+    async with node(tmp_path) as n:
+        ending, other = await n.begin(), await n.begin()
+        (template,) = templates()
+        launcher, _ = children(template)
+        os.kill(template, signal.SIGSTOP)
+        if end == "by a signal":
+            os.kill(launcher, signal.SIGKILL)
+        else:
+            await asyncio.wait_for(ending.launcher.end(), 120)
+        assert await code(ending) == -signal.SIGKILL
+        other.start(1, "print('unharmed')")
+        assert await other.code(1) == 0
+        await n.begin()
+        assert len(templates()) == 2, "a launcher would wait for a template that stands still"
+        await asyncio.wait_for(other.launcher.end(), 120)
+        await await_for(lambda: template not in templates(), what="the end of the template")
+
+
+async def test_an_agent_ends_although_its_template_stands_still(tmp_path: Path) -> None:
+    async with world(tmp_path, A) as w:
+        machine: Machine = w.machines[0]
+        bundle = w.bundle()
+        await w.ready(bundle, [A])
+        await w.begin(bundle, 1, [A])
+        await w.steps([A], 1, 3)
+        (template,) = children(machine.process.pid)
+        os.kill(template, signal.SIGSTOP)
+        try:
+            machine.process.terminate()
+            assert await asyncio.wait_for(machine.process.wait(), 120) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(template, signal.SIGCONT)
 
 
 async def test_a_launcher_that_hangs_leaves_the_template_to_others(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from spotrun.node.launch.template import Request, receive, send
 log = logging.getLogger(__name__)
 
 NOT_FORKED = -1000  # a launcher's exit code if the zygote has not forked its template; no signal has this number
+PATIENCE = 2.0  # seconds from a launcher's end until its template has told the exit code
 
 # -P: no module of the working directory comes before the installed ones. Not -m: the template would be the main module,
 # and each worker would import that module once more.
@@ -116,12 +117,13 @@ class Templates:
 
 
 class LauncherProcess:
-    """A launcher, as the agent sees it."""
+    """A launcher, as the agent sees it. not_told: called if it has ended and the template does not tell how."""
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        self._changed = changed
+    def __init__(self, changed: Callable[[], None], not_told: Callable[[], None]) -> None:
+        self._changed, self._not_told = changed, not_told
         self._handle = -1  # the pidfd; -1: the template has not forked the launcher yet, or the launcher has ended
-        self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._code: asyncio.Future[int] = self._loop.create_future()
 
     @property
     def alive(self) -> bool:
@@ -152,6 +154,17 @@ class LauncherProcess:
     def started(self, handle: int) -> None:
         """Record that the template has forked the launcher. handle: a pidfd of it."""
         self._handle = handle
+        self._loop.add_reader(handle, self._await_code)
+
+    def _await_code(self) -> None:
+        """The launcher has ended. Its template tells the exit code, unless the template stands still."""
+        self._loop.remove_reader(self._handle)
+        self._loop.call_later(PATIENCE, self._give_up_code)
+
+    def _give_up_code(self) -> None:
+        if self.alive:
+            self._not_told()
+            self.ended(-signal.SIGKILL)
 
     def orphaned(self, code: int) -> None:
         """Record that the template has ended. The kernel kills its launchers.
@@ -159,7 +172,7 @@ class LauncherProcess:
         code: the exit code of this launcher if it was not forked.
         """
         if self.forked:
-            asyncio.get_running_loop().add_reader(self._handle, self.ended, -signal.SIGKILL)
+            self._loop.add_reader(self._handle, self.ended, -signal.SIGKILL)
         else:
             self.ended(code)
 
@@ -167,7 +180,7 @@ class LauncherProcess:
         """Record that the launcher has ended, or will not be forked. Later calls change nothing."""
         if self.alive:
             if self.forked:
-                asyncio.get_running_loop().remove_reader(self._handle)
+                self._loop.remove_reader(self._handle)
                 os.close(self._handle)
                 self._handle = -1
             self._code.set_result(code)
@@ -185,7 +198,7 @@ class Template:
         self.launchers: dict[int, LauncherProcess] = {}
         self.gone = asyncio.Event()  # set when the process has ended
         self.refused = False  # whether the zygote has not forked it
-        self.hangs = False  # whether a launcher has waited for too long: no further one should wait for it
+        self.hangs = False  # whether it did not do its work for too long: no further launcher should wait for it
         self._changed, self._killed = changed, False
         self._process: subprocess.Popen[bytes] | None = None  # None: the zygote's child
         self._handle = -1  # the pidfd; -1: the zygote has not forked it yet
@@ -213,7 +226,7 @@ class Template:
         """Ask for a launcher. It is forked once torch is imported. Raises OSError."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has just ended: `_end` will say how
             send(self._channel, {"launcher": number, **asdict(request)}, lines)
-        self.launchers[number] = launcher = LauncherProcess(lambda: self._forget(number))
+        self.launchers[number] = launcher = LauncherProcess(lambda: self._forget(number), self._hang)
         return launcher
 
     def kill(self) -> None:
@@ -223,6 +236,10 @@ class Template:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
         elif not self.gone.is_set():
             self._end()  # if it is forked later, it finds the channel closed, and ends
+
+    def _hang(self) -> None:
+        log.warning("the template does not tell that a launcher has ended: the next launcher gets another template")
+        self.hangs = True
 
     def _forget(self, launcher: int) -> None:
         del self.launchers[launcher]
