@@ -65,6 +65,12 @@ class Bench:
     def log(self, number: int, index: int = 0) -> str:
         return (self.root / f"{number}.{index}.log").read_text()
 
+    async def printed(self, number: int, text: str, index: int = 0) -> str:
+        """A worker's log, once it has `text`."""
+        path = self.root / f"{number}.{index}.log"
+        await await_for(lambda: path.exists() and text in path.read_text(), what=f"{text!r} in the log")
+        return self.log(number, index)
+
     def failure(self, number: int) -> Failure:
         return Failure(**json.loads(exit_note.path_for(self.root / f"{number}.0").read_text()))
 

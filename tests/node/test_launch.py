@@ -265,6 +265,67 @@ async def test_children_do_not_outlive_a_worker_that_leaves(end: str, wanted: in
         await await_for(lambda: not any(alive(pid) for pid in pids), 2, "an end")
 
 
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("killed", ["worker", "forkserver", "launcher"])
+async def test_children_do_not_outlive_a_worker_that_is_killed(killed: str, tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.begin()
+        b.start(1, CHILDREN + "import signal; signal.pause()")
+        (worker,) = (await b.said(lambda e: e["type"] == "started", "a start"))["pids"]
+        pids = [int(word) for word in (await b.printed(1, "\n")).split()]
+        assert len(pids) == 3
+        assert all(map(alive, pids))
+        processes = {"worker": worker, "forkserver": parent(worker), "launcher": parent(parent(worker))}
+        os.kill(processes[killed], signal.SIGKILL)
+        await await_for(lambda: not any(map(alive, [worker, *pids])), 10, "their end")
+        if killed != "launcher":
+            assert await b.code(1) != 0
+            b.start(2, "import sys; sys.exit(7)")
+            assert await b.code(2) == 7
+
+
+ORPHANS = """
+import signal, subprocess
+for _ in range(2):
+    subprocess.run(["sh", "-c", "sleep 600 & echo $!"])
+print("started", flush=True)
+signal.pause()
+"""
+
+
+async def test_orphans_of_a_worker_live_as_long_as_the_worker_and_are_reaped(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.begin(procs=2)
+        b.start(1, ORPHANS, procs=2)
+        await b.printed(1, "started", 1)
+        first, second = [int(word) for word in (await b.printed(1, "started")).split()[:2]]
+        workers = (await b.said(lambda e: e["type"] == "started", "a start"))["pids"]
+        os.kill(first, signal.SIGKILL)
+        await await_for(lambda: not Path(f"/proc/{first}").exists(), 10, "no zombie")
+        os.kill(workers[0], signal.SIGKILL)
+        assert await b.code(1) == -signal.SIGKILL
+        assert alive(second), "the other worker of the generation still runs"
+        b.start(2, "")
+        assert await b.code(1, 1) == -signal.SIGKILL
+        assert not alive(second)
+        assert await b.code(2) == 0
+
+
+async def test_what_an_import_has_started_serves_all_generations(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        text = "import subprocess\nserver = subprocess.Popen(['sleep', '600'])"
+        (tmp_path / "modules" / "serving.py").write_text(text)
+        await b.begin("serving")
+        for number in (1, 2):
+            b.start(number, "import serving\nprint(serving.server.pid)")
+            assert await b.code(number) == 0
+            assert alive(int(b.log(number)))
+        assert b.log(1) == b.log(2)
+
+
 async def test_the_launchers_socket_is_where_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setenv(preload.SOCKETS, folder)

@@ -23,11 +23,13 @@ from tests.fakes.launchers import Bench, alive
 from tests.helpers import await_for
 
 ORPHAN = """
-import os, subprocess
+import os, subprocess, time
 if os.fork() == 0:
     subprocess.Popen(["sleep", "1000"], env={}, start_new_session=True)
     os._exit(0)
 os.wait()
+print("made", flush=True)
+time.sleep(1000)
 """
 
 MANY = """
@@ -221,10 +223,10 @@ async def test_an_orphan_without_variables_is_found(tmp_path: Path, monkeypatch:
     async with computer(tmp_path, monkeypatch) as c:
         bench = await c.bench("a-0", monkeypatch)
         bench.start(1, ORPHAN)
-        assert await bench.code(1) == 0
+        await bench.printed(1, "made")
         (init,), (template,) = c.inits(), c.forked()
         (orphan,) = [pid for pid in c.of("a-0") if not procs.mark_of(pid)]
-        assert procs.status(orphan)[1] == init
+        assert [procs.status(orphan)[1]] == children(template), "it belongs to the launcher"
         bench.launcher._templates._all[0]._channel.shutdown(socket.SHUT_RDWR)
         await await_for(lambda: c.of("a-0") == {init, orphan}, what="only the orphan, and what reaps it")
         assert not alive(template)
@@ -238,11 +240,11 @@ async def test_many_orphans_leave_no_zombie(tmp_path: Path, monkeypatch: pytest.
         bench = await c.bench("a-0", monkeypatch)
         (init,), (template,) = c.inits(), c.forked()
         resource.prlimit(template, resource.RLIMIT_NOFILE, (40, 40))
-        resource.prlimit(init, resource.RLIMIT_NOFILE, (40, 40))
+        (launcher,) = children(template)
         bench.start(1, MANY)
-        log = bench.root / "1.0.log"
-        await await_for(lambda: log.exists() and log.read_text() == "all\n", what="all orphans made")
-        await await_for(lambda: children(init) == [template], what="all orphans reaped")
+        await bench.printed(1, "all")
+        await await_for(lambda: all(map(alive, children(launcher))), what="all orphans reaped")
+        assert children(init) == [template]
         await bench.launcher.end()
         assert alive(template)
 

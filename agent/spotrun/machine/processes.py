@@ -74,9 +74,21 @@ def descendants(pid: int) -> list[int]:
     return [each for child in children(pid) for each in (child, *descendants(child))]
 
 
+def is_tracker(pid: int) -> bool:
+    """Whether the process is a resource tracker of multiprocessing.
+
+    It removes the shared memory that others leave, and then ends by itself, after the last of them.
+    """
+    with contextlib.suppress(OSError):  # the process has ended
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
 def kill(pids: Iterable[int]) -> None:
-    """Send SIGKILL to each process that still exists and belongs to this user."""
+    """Send SIGKILL to each process that still exists and belongs to this user, except resource trackers."""
     for pid in pids:
+        if is_tracker(pid):
+            continue
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 

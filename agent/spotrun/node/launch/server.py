@@ -45,6 +45,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from spotrun.machine.processes import descendants, kill
 from spotrun.node.launch import preload
+from spotrun.node.launch.orphans import Orphans
 from spotrun.node.launch.worker import Task, run
 
 log = logging.getLogger(__name__)
@@ -178,9 +179,9 @@ class ForkingElasticAgent(SimpleElasticAgent):
     When one worker fails, the others go on: the spotrun agent ends them once their snapshot is safe.
     """
 
-    def __init__(self, spec: WorkerSpec, rendezvous: CommandRendezvous, events: EventWriter) -> None:
+    def __init__(self, spec: WorkerSpec, rendezvous: CommandRendezvous, events: EventWriter, orphans: Orphans) -> None:
         super().__init__(spec, exit_barrier_timeout=0)
-        self._commands, self._events = rendezvous, events
+        self._commands, self._events, self._orphans = rendezvous, events, orphans
         self._processes: list[ForkServerProcess] = []
         self._codes: dict[int, int] = {}
 
@@ -250,6 +251,8 @@ class ForkingElasticAgent(SimpleElasticAgent):
         if code == LOST and _forkserver_ended():
             code = -signal.SIGKILL  # the kernel has killed the worker with it, see `preload`
         self._codes[index] = code
+        if len(self._codes) == len(self._processes):
+            self._orphans.end()  # before the agent gives the devices to other workers
         generation = self._commands.command.generation if self._commands.command else 0
         self._events.write(type="exited", generation=generation, local_rank=index, code=code)
 
@@ -285,6 +288,7 @@ def main(address: str, lines_in: int, lines_out: int) -> None:
     events.write(type="importing")  # torch is imported already; the forkserver imports the script's modules
     stores = Stores(address)
     _warm_up()
+    orphans = Orphans()
     rendezvous = CommandRendezvous(stores, events)
     threading.Thread(target=_read_commands, args=(rendezvous, lines_in), daemon=True).start()
     events.write(type="ready", store=stores.endpoint)
@@ -297,7 +301,7 @@ def main(address: str, lines_in: int, lines_out: int) -> None:
             max_restarts=FOREVER,
             monitor_interval=1e-4,
         )
-        ForkingElasticAgent(spec, rendezvous, events).run()
+        ForkingElasticAgent(spec, rendezvous, events, orphans).run()
     # Python would take a second or two to destroy all modules.
     atexit._run_exitfuncs()
     os._exit(0)

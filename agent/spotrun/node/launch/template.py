@@ -7,7 +7,7 @@ packets of JSON over a Unix socket (unix(7), SOCK_SEQPACKET):
     template → agent   forked(launcher), with a pidfd of the launcher · ended(launcher, code)
 
 A launcher is a child of this process. It is killed when this process ends, and this process reads its exit code. The
-agent kills launchers through their pidfds.
+agent kills launchers through their pidfds. This process adopts and kills what a launcher leaves behind.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from spotrun.machine.processes import die_with_parent
+from spotrun.machine.processes import adopt_orphans, children, die_with_parent, kill
 from spotrun.node.launch import preload
 
 PACKET = 1 << 18  # bytes of the largest packet; by default, the kernel refuses one of 208 KiB already
+
+PAUSE = 50  # milliseconds between two looks at orphans
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,28 @@ class Template:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._launchers: dict[int, tuple[int, int]] = {}  # by pidfd: the launcher's number, its pid
+        self._kept = children(os.getpid())  # what an import may have started
         self._poll = select.poll()
         self._poll.register(channel, select.POLLIN)
 
     def serve(self) -> None:
         """Fork launchers and report their ends, until the agent closes the socket."""
+        adopt_orphans()
         while True:
-            for descriptor, _ in self._poll.poll():
+            for descriptor, _ in self._poll.poll(self._end_orphans()):
                 if descriptor in self._launchers:
                     self._reap(descriptor)
                 elif not self._take_request():
                     return
+
+    def _end_orphans(self) -> int | None:
+        """Kill and reap what launchers have left. Returns the time until the next look; None: nothing is left."""
+        launchers = {pid for _, pid in self._launchers.values()}
+        orphans = set(children(os.getpid())).difference(launchers, self._kept)
+        kill(orphans)
+        for pid in orphans:
+            os.waitpid(pid, os.WNOHANG)  # then this process gets the orphan's own children
+        return PAUSE if orphans else None
 
     def _take_request(self) -> bool:
         data, lines = receive(self._channel)
