@@ -421,6 +421,27 @@ async def test_packages_and_launcher(tmp_path: Path) -> None:
         assert "pip failed" in report.failure.message
 
 
+@pytest.mark.parametrize("frozen", ["launcher", "forkserver"])
+async def test_a_worker_whose_end_nobody_reports(frozen: str, tmp_path: Path) -> None:
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle()
+        await w.ready(bundle, [A])
+        await w.begin(bundle, 1, [A])
+        (running,) = await w.steps([A], 1, 3)
+        (template,) = children(w.machines[0].process.pid)
+        (launcher,) = children(template)
+        (forkserver,) = [pid for pid in children(launcher) if worker(running) in children(pid)]
+        os.kill(launcher if frozen == "launcher" else forkserver, signal.SIGSTOP)
+        os.kill(worker(running), signal.SIGKILL)
+        (failed,) = await w.phase([A], 1, "failed")
+        assert failed.failure is not None
+        assert failed.failure.kind == "signal"
+        assert "launcher" in failed.failure.message
+        await w.head.wait(A, lambda r: r.store, "another launcher")
+        await w.begin(bundle, 2, [A])
+        await w.steps([A], 2, 3)
+
+
 async def test_no_room_for_a_generation_and_what_a_killed_agent_left(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         bundle = w.bundle()

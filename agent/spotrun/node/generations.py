@@ -182,6 +182,13 @@ class Generations:
             log.error("workers of generation %s did not end; the launcher is ended with them", group.number)
             await job.restart_launcher()
 
+    async def end_unreported(self, job: Job, group: WorkerGroup) -> None:
+        """End workers whose launcher does not answer. `end_group` then ends the launcher, too."""
+        if group.failure is None:
+            message = "a worker has ended, and the launcher of the workers does not report how"
+            group.group_failure = Failure(kind="signal", rank=group.workers[0].rank, at=time.time(), message=message)
+        await self.end_group(job, group)
+
 
 def _goes_on(group: WorkerGroup | None, order: JobOrder) -> bool:
     """Whether these workers take part in the generation after a drain, or can join it now."""

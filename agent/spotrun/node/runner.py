@@ -209,6 +209,8 @@ class Runner:
             release(group)
         if order.dump and group.alive and not group.stacks:
             await self._end_hung(job, group)
+        elif group.unreported():
+            await self._generations.end_unreported(job, group)
         elif group.broken:
             self._publish()
             await self._generations.end_group(job, group)

@@ -40,6 +40,7 @@ GRACE_MOST = 10.0  # the same, at most, with the two steps
 ABORT = 16.0  # more seconds on GPUs: 5 each, at most, for the abort, the queued steps and the group's end, and 1
 REAP = 10.0  # seconds for killed workers to be gone
 STUCK = 30.0  # seconds after which the kernel will not end them at all: a GPU or a disk does not answer
+UNREPORTED = 5.0  # seconds from a worker's end until the launcher, on a busy machine, has reported the end
 STACKS = 2.0  # seconds for the stacks to be in the log
 
 STARTING = ("starting workers", "running the script's set-up", "forming the process group", "restoring the state")
@@ -60,6 +61,7 @@ class LocalWorker:
     pidfd: int = -1  # a handle of the process: unlike a pid, it never names a later process
     code: int | None = None  # exit code; None: the worker has not ended
     killed: bool = False  # whether `end` killed the worker while it was alive
+    gone_at: float = 0.0  # when `unreported` first found that the process had ended, by the monotonic clock; 0: not yet
 
     @property
     def left(self) -> int | None:
@@ -168,6 +170,14 @@ class WorkerGroup:
         grace = min(GRACE + 2 * max(pace(each.control) for each in self.workers), GRACE_MOST)
         return self.regroup == "able" and time.time() - self.failure.at > grace + ABORT * self.needs_release
 
+    def unreported(self) -> bool:
+        """Whether the launcher does not report that a worker has ended: launcher or forkserver stands still."""
+        now = time.monotonic()
+        for each in self.workers:
+            if each.code is None and each.pid and not each.gone_at and (each.pidfd < 0 or _is_gone(each.pidfd)):
+                each.gone_at = now
+        return any(each.code is None and 0 < each.gone_at < now - UNREPORTED for each in self.workers)
+
     @property
     def writes_snapshot(self) -> bool:
         """Whether a snapshot is under way."""
@@ -257,7 +267,7 @@ class WorkerGroup:
         self._ending = True
         deadline = time.monotonic() + REAP
         killed: set[int] = set()
-        while self.alive and time.monotonic() < deadline:
+        while self.alive and not self.unreported() and time.monotonic() < deadline:
             for each in self.workers:
                 # In each round, as the launcher may be about to fork a worker.
                 if each.code is None and each.pid not in killed and each.pidfd >= 0:
