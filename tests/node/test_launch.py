@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,35 @@ async def test_orphans_of_a_worker_live_as_long_as_the_worker_and_are_reaped(tmp
         assert await b.code(1, 1) == -signal.SIGKILL
         assert not alive(second)
         assert await b.code(2) == 0
+
+
+SHARED = """
+import os, signal
+from multiprocessing.shared_memory import SharedMemory
+SharedMemory({name!r}, create=True, size=4096)
+os.fork() or signal.pause()
+{end}
+"""
+
+
+async def test_shared_memory_of_a_worker_that_does_not_leave_properly_is_removed(tmp_path: Path) -> None:
+    name = f"spotrun-test-{uuid.uuid4().hex}"
+    ends = {1: "os.kill(os.getpid(), signal.SIGKILL)", 2: "os._exit(7)", 3: "pass"}
+    async with bench(tmp_path) as b:
+        await b.begin()
+        for (number, end), wanted in zip(ends.items(), (-signal.SIGKILL, 7, 0), strict=True):
+            b.start(number, SHARED.format(name=name, end=end))
+            assert await b.code(number) == wanted, b.log(number)
+            assert not Path("/dev/shm", name).exists()
+
+
+async def test_only_a_worker_that_needs_a_resource_tracker_starts_one(tmp_path: Path) -> None:
+    look = "from multiprocessing import resource_tracker\nprint(resource_tracker._resource_tracker._pid)"
+    async with bench(tmp_path) as b:
+        await b.begin()
+        b.start(1, look)
+        assert await b.code(1) == 0
+        assert b.log(1) == "None\n"
 
 
 async def test_what_an_import_has_started_serves_all_generations(tmp_path: Path) -> None:

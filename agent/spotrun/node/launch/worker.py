@@ -20,6 +20,7 @@ import time
 import traceback
 import types
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
@@ -80,6 +81,7 @@ def run(task: Task) -> None:
     rank = int(task.env["RANK"])
     control.generation, control.pid, control.rank, control.forked = task.generation, os.getpid(), rank, forked
     _redirect(task.log)
+    _get_own_tracker()
     from spotrun.train import failures  # not at the top: the agent imports this module, and must not import torch
 
     faulthandler.enable(all_threads=True)
@@ -117,6 +119,16 @@ def run(task: Task) -> None:
         if failures.is_peer_failure(error):
             _fail(task, "peer", message, text, EXIT_PEER)
         _fail(task, "user", message, text, 1)
+
+
+def _get_own_tracker() -> None:
+    """Forget the launcher's resource tracker: if the script needs a tracker, multiprocessing starts one.
+
+    A tracker removes a dead worker's shared memory when no process uses the tracker any more.
+    """
+    tracker = resource_tracker._resource_tracker
+    os.close(tracker._fd)  # type: ignore[attr-defined]
+    tracker.__init__()  # type: ignore[misc]
 
 
 def _ignore_sigterm() -> None:
