@@ -266,10 +266,6 @@ async def test_children_do_not_outlive_a_worker_that_leaves(end: str, wanted: in
         await await_for(lambda: not any(alive(pid) for pid in pids), 2, "an end")
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 @pytest.mark.parametrize("killed", ["worker", "forkserver", "launcher"])
 async def test_children_do_not_outlive_a_worker_that_is_killed(killed: str, tmp_path: Path) -> None:
     async with bench(tmp_path) as b:

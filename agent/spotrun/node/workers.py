@@ -174,7 +174,7 @@ class WorkerGroup:
         """Whether the launcher does not report that a worker has ended: launcher or forkserver stands still."""
         now = time.monotonic()
         for each in self.workers:
-            if each.code is None and each.pid and not each.gone_at and (each.pidfd < 0 or _is_gone(each.pidfd)):
+            if each.code is None and not each.gone_at and each.pidfd >= 0 and _is_gone(each.pidfd):
                 each.gone_at = now
         return any(each.code is None and 0 < each.gone_at < now - UNREPORTED for each in self.workers)
 
