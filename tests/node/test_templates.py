@@ -144,7 +144,7 @@ async def test_the_agent_gets_the_exit_code_of_each_launcher(tmp_path: Path) -> 
         assert await code(killed) == -signal.SIGKILL
         os.kill(second, signal.SIGTERM)
         assert await code(ended) == -signal.SIGTERM
-        assert children(template) == [last]
+        await await_for(lambda: children(template) == [last], what="the end of what the launchers have left")
         failing = Launcher(n.templates, (events := list[dict[str, object]]()).append)
         await failing.start("192.0.2.1", PLAIN, [])  # no address of this computer
         await await_for(lambda: events and events[-1]["type"] == "ended", what="an end")
