@@ -20,16 +20,7 @@ from spotrun.node import cleanup, log_tail, worker_failure
 from spotrun.node.phase import Phase, phase_of
 from spotrun.node.snapshot_limits import pace, seconds_for_snapshot, steps_in_progress
 from spotrun.state import exit_note
-from spotrun.state.control import (
-    EXIT_DRAINED,
-    EXIT_PEER,
-    NEEDS_RELEASE,
-    NONE,
-    Control,
-    Invitation,
-    warm_up_store,
-    worker_fifo,
-)
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE, NONE, Control, remove_block
 from spotrun.wire import Failure, Generation, Worker
 
 log = logging.getLogger(__name__)
@@ -299,7 +290,7 @@ class WorkerGroup:
             if each.pidfd >= 0:
                 os.close(each.pidfd)
                 each.pidfd = -1
-            _remove(each.path)
+            remove_block(each.path)
 
     def _settled(self, draining: bool) -> bool:
         """Whether no snapshot is under way that a kill would spoil."""
@@ -329,7 +320,7 @@ def create(generation: Generation, node_rank: int, procs: int, control: Path, lo
         rank = node_rank * procs + local_rank
         path = control / f"{generation.number}.{local_rank}"
         try:
-            _remove(path)  # a killed agent leaves those of its workers
+            remove_block(path)  # a killed agent leaves those of its workers
             found.workers.append(LocalWorker(rank, path, logs / f"{rank}.log", Control(path, create=True)))
         except OSError:
             path.unlink(missing_ok=True)
@@ -349,13 +340,6 @@ def move(group: WorkerGroup, generation: Generation, node_rank: int, logs: Path)
         each.log = logs / f"{each.rank}.log"
         each.control.renew(generation.number)
     return found
-
-
-def _remove(path: Path) -> None:
-    """Remove a control block, and what lies beside it."""
-    beside = exit_note.path_for, Invitation.path_for, warm_up_store, worker_fifo
-    for each in (path, *(place(path) for place in beside)):
-        each.unlink(missing_ok=True)
 
 
 def _report(each: LocalWorker) -> Worker:

@@ -15,6 +15,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from spotrun.state import exit_note
+
 SIZE = 4096
 TEXT = 1024  # offset of the JSON text with the numbers of run.log()
 NONE = -1
@@ -280,3 +282,10 @@ def _first(metrics: dict[str, float], room: int) -> bytes:
             break
         parts.append(part)
     return f"{{{', '.join(parts)}}}".encode()
+
+
+def remove_block(path: Path) -> None:
+    """Remove a control block, and what lies beside it."""
+    beside = exit_note.path_for, Invitation.path_for, warm_up_store, worker_fifo
+    for each in (path, *(place(path) for place in beside)):
+        each.unlink(missing_ok=True)
