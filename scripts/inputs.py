@@ -65,14 +65,8 @@ TAKES = {
 }
 _COMMON = ("CLUSTER", "JSON")
 _KNOWN = tuple(dict.fromkeys(name for names in (*TAKES.values(), _COMMON) for name in names))
-_CHANGES = (
-    "stop",
-    "pause",
-    "resume",
-    "priority",
-    "budget",
-    "relaunch",
-)  # without ID and GROUP, the only job is changed
+# Without ID and GROUP, these change the only job.
+_CHANGES = ("stop", "pause", "resume", "priority", "budget", "relaunch")
 _EXAMPLES = {"cluster": "clusters/local.yaml", "job": "examples/digits/job.yaml"}  # options that must not be empty
 
 
