@@ -38,6 +38,9 @@ run = spotrun.init()
 print("set up by", os.getpid(), "rank", run.rank, flush=True)
 if "fail" in sys.argv and run.generation == 0:
     raise ValueError("no data here")
+if "fail-once" in sys.argv and run.generation == 0 and not os.path.exists("tried"):
+    open("tried", "w").close()
+    raise ValueError("no data yet")
 if "fail-1" in sys.argv and run.generation == 0 and run.rank == 1:
     raise ValueError("no data there")
 dataset = torch.ones(100000, 4)
@@ -322,7 +325,20 @@ async def test_a_worker_that_fails_in_a_warm_up_on_gpus_ends_the_wait_of_the_oth
         await w.steps([A], 1, 3)
 
 
-async def test_a_failed_warm_up_is_told_and_not_repeated(tmp_path: Path) -> None:
+async def test_a_failed_warm_up_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generations, "AGAIN", (0.5, 0.5))
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle("fail-once", files={"train.py": SCRIPT})
+        await w.ready(bundle, [A])
+        await w.head.order(A, order_of(bundle, stand_by=True))
+        failed = await w.head.wait(A, lambda r: r.regroup == "failed", "the failure")
+        assert failed.doing == "its workers ended while they warmed up: ValueError: no data yet"
+        await waiting(w, A)
+        await w.begin(bundle, 1, [A], regroup=True)
+        await w.steps([A], 1, 3)
+
+
+async def test_a_failed_warm_up_is_told_and_not_repeated_at_once(tmp_path: Path) -> None:
     async with world(tmp_path, A) as w:
         bundle = w.bundle("fail", files={"train.py": SCRIPT})
         await w.ready(bundle, [A])

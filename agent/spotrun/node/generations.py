@@ -6,6 +6,7 @@ import logging
 import time
 from pathlib import Path
 
+from spotrun.backoff import Backoff
 from spotrun.errors import SpotrunError
 from spotrun.node import memory
 from spotrun.node.job import Job, Node
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 
 CALL_BACK = 3.0  # seconds for workers to leave a generation that does not begin
 LAUNCHERS = 3  # that may end while workers warm up; after that, the script may be at fault
+AGAIN = (30.0, 1800.0)  # seconds until a failed warm-up is tried again: the first pause, the longest
 
 
 class Generations:
@@ -28,7 +30,7 @@ class Generations:
 
     newest: the newest generation that this agent took part in. not_started: why this node does not take part in the
     ordered generation. waiting: what the workers' start waits for, and since when, in epoch seconds. warm_up_failed:
-    why workers ended while they warmed up, after the newest generation; empty: they did not.
+    why the last warm-up failed, if it was after the newest generation; empty: it did not, or another one has begun.
     """
 
     def __init__(self, id: str, node: Node, folder: Path, logs: LogUploader) -> None:
@@ -37,8 +39,15 @@ class Generations:
         self._refused = 0  # the generation that `not_started` is about, if it has been refused
         self.waiting = ("", 0.0)
         self.warm_up_failed = ""
+        self._again, self._again_at = Backoff(*AGAIN), 0.0  # when a failed warm-up is tried again, in monotonic seconds
         self._launchers_lost, self._lost_with = 0, 0  # since the newest generation; the origin of the last group
         self._id, self._node, self._folder, self._logs = id, node, folder, logs
+
+    @property
+    def pause(self) -> float | None:
+        """Seconds until a failed warm-up is tried again; None: nothing waits for that."""
+        left = self._again_at - time.monotonic()
+        return left if left > 0 else None
 
     async def apply(self, job: Job, order: JobOrder) -> None:
         """Run the workers of the ordered generation, or of the generation after its drain.
@@ -64,7 +73,7 @@ class Generations:
             drop_group(job)
         if wanted is None or job.group is not None:
             self.not_started = None
-            if job.group is None and order.stand_by and job.store and not self.warm_up_failed:
+            if job.group is None and order.stand_by and job.store and self.pause is None:
                 self._warm_up(job)
         elif wanted.number <= self.newest:
             self._refuse(wanted.number, rank, f"generation {wanted.number} has ended on this node already")
@@ -93,7 +102,7 @@ class Generations:
             if group.launcher_ended and group.origin != self._lost_with:
                 self._launchers_lost, self._lost_with = self._launchers_lost + 1, group.origin
             if not group.launcher_ended or self._launchers_lost >= LAUNCHERS:
-                self.warm_up_failed = group.failure.message if group.failure else "the script ended"
+                self._fail_warm_up(group.failure.message if group.failure else "the script ended")
         if self._node.claims.devices(self._id) != self._devices(job):
             return False
         if wanted is None:
@@ -118,6 +127,7 @@ class Generations:
 
     def _warm_up(self, job: Job) -> None:
         """Start workers that wait for a generation, if there is room for them."""
+        self.warm_up_failed = ""
         if self._node.claims.holder(self._devices(job)):
             return
         try:
@@ -125,9 +135,14 @@ class Generations:
             group = job.warm_up()
         except (SpotrunError, OSError) as error:  # the node may still be able to begin a generation later
             log.warning("job %s: cannot warm up: %s", self._id, error)
-            self.warm_up_failed = str(error)
+            self._fail_warm_up(str(error))
             return
         self._follow(job, group)
+
+    def _fail_warm_up(self, why: str) -> None:
+        """A later try may succeed: what the set-up needs may be there then. Each turn may say this until then."""
+        if not self.warm_up_failed:
+            self.warm_up_failed, self._again_at = why, time.monotonic() + self._again.next()
 
     def _regroup(self, job: Job, wanted: Generation, rank: int) -> bool:
         """Have the waiting workers join the generation. False: the workers cannot join, and must end."""
@@ -167,7 +182,8 @@ class Generations:
     def _join(self, generation: int) -> None:
         """The node takes part in the generation."""
         self.newest, self.not_started, self.warm_up_failed = generation, None, ""
-        self._launchers_lost = 0
+        self._launchers_lost, self._again_at = 0, 0.0
+        self._again.reset()
 
     def _follow(self, job: Job, group: WorkerGroup) -> None:
         """The group's workers have the job's devices, and their output goes into the bucket."""

@@ -91,10 +91,9 @@ class Runner:
 
     @property
     def interval(self) -> float | None:
-        """Seconds until the next look at the workers, or at devices that they wait for; None: no look is needed."""
-        if self._generations.waiting[0]:
-            return POLL
-        return interval(self._job.group if self._job else None)
+        """Seconds until the next look at the workers, or at what their start waits for; None: no look is needed."""
+        group = self._job.group if self._job else None
+        return POLL if self._generations.waiting[0] else interval(group) or self._generations.pause
 
     @property
     def report(self) -> JobReport | None:
