@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from scripts import queue
-from spotrun.errors import SpotrunError
+from spotrun.errors import SpotrunError, StoreError
 from spotrun.head import job_queue
+from spotrun.head.journal import Journal
 from tests.head.puppets import Puppet, Theatre
 from tests.head.world import asked
 from tests.helpers import await_for
@@ -81,6 +82,30 @@ async def test_a_job_that_was_stopped_within_its_budget_is_continued(stage: Thea
     await stage.ask(lambda state, _: state.replace(stopping="enough"), job)
     await stage.round(20)
     assert stage.written(job).phase == "stopped"
+    await stage.head.relaunch(job)
+    await stage.round(60)
+    assert stage.written(job).phase == "succeeded"
+
+
+async def test_a_job_whose_end_does_not_get_into_the_bucket_is_not_waited_for_without_end(
+    stage: Theatre, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: object, job: str) -> None:
+        raise StoreError(f"{job}: no answer")
+
+    job = await stage.queue_job("job")
+    await stage.round(15)
+    await stage.ask(lambda state, _: state.replace(stopping="enough"), job)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "dequeue", fail)
+        with pytest.raises(StoreError):
+            await stage.round(20)
+        assert (stage.state(job).phase, stage.queue()) == ("stopped", [job])
+        patch.setattr(job_queue, "WRITTEN", 0.05)
+        for change in (stage.head.relaunch(job), job_queue.set_budget(stage.head, job, 1e6)):
+            with pytest.raises(StoreError, match=f"the end of job {job} is not in the bucket yet; try again"):
+                await asyncio.wait_for(change, 60)
+    await stage.round(20)
     await stage.head.relaunch(job)
     await stage.round(60)
     assert stage.written(job).phase == "succeeded"

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 TRY_EVERY = 10.0  # seconds between two tries to continue a parked job
 AT_ONCE = 16  # jobs that are read at the same time
+WRITTEN = 30.0  # seconds for a job's end to get into the bucket; `spotrun ctl` waits twice as long for an answer
 
 
 @dataclass(frozen=True)
@@ -301,10 +302,14 @@ def _check_prices(head: Head, job: str, budget: float) -> None:
 
 
 async def _until_written(head: Head, job: str) -> None:
-    """Wait until the end of a job that has ended is in the bucket."""
+    """Wait until the end of a job that has ended is in the bucket. Raises `StoreError` if that takes too long."""
+    deadline = asyncio.get_running_loop().time() + WRITTEN
     while job in await head.journal.read_queue():
-        async with head.published:
-            await head.published.wait()
+        try:
+            async with asyncio.timeout_at(deadline), head.published:
+                await head.published.wait()
+        except TimeoutError:
+            raise StoreError(f"the end of job {job} is not in the bucket yet; try again") from None
 
 
 async def take_out(head: Head, job: str) -> bool:
