@@ -75,6 +75,7 @@ def test_survivors_go_on_with_less() -> None:
 def test_fewer_than_the_least_do_not_train() -> None:
     found = run(trace(((0, 1),)), Job(work=HOUR, min=2, max=4), elastic)
     assert (found.finished, found.done) == (None, 0)
+    assert 0.8 < found.cost < 1  # ten minutes, and 22 tries of two minutes: the machine is given back in between
 
 
 def test_failover_takes_the_whole_cluster_down_and_goes_to_the_next_zone() -> None:

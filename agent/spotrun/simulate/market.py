@@ -121,8 +121,11 @@ class Market:
             self._end(group, group.machines[name])
             group.size -= 1
         for pool, size in sizes.items():
-            self.groups[pool].size = size
-            self._fill(self.groups[pool])
+            group = self.groups[pool]
+            group.size = size
+            for machine in sorted(group.machines.values(), key=_age)[size:]:
+                self._end(group, machine)
+            self._fill(group)
         self.looks += 1
 
     def pools(self) -> tuple[Pool, ...]:
