@@ -41,6 +41,19 @@ def test_each_policy_has_its_cost_and_its_end(tmp_path: Path) -> None:
     assert "uniform_progress" in simulate.text(found)
 
 
+def test_spares_cost_money_and_folders_are_kept(tmp_path: Path) -> None:
+    """The spare machine stands by and is paid, too. In simulated time, uploads take no time."""
+    for name in ("plain", "spare"):
+        (tmp_path / name).mkdir()
+    plain = simulate.simulate(*files(tmp_path / "plain", "work: 3h\npools: [sure]\n"), "available", runs=1)
+    keys = "work: 3h\npools: [sure]\nnodes: {min: 1, spares: 1}\nkeep: [out]\n"
+    spare = simulate.simulate(*files(tmp_path / "spare", keys), "available", runs=1)
+    one, two = plain["policies"][0], spare["policies"][0]
+    assert (one["ended"], two["ended"]) == (1, 1)
+    assert two["end"] == one["end"]
+    assert two["cost"][1] == pytest.approx(2 * one["cost"][1], rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("job", "polarity", "message"),
     [
