@@ -210,6 +210,14 @@ CASES: dict[str, tuple[Observation, Decision]] = {
         seen((having(pool("a", 2), abandoned={"a-1"}), pool("b")), 0),
         Decision({"a": 0}),
     ),
+    "the first pool got one machine, so a stand-in is too many, though the first pool still lacks two": (
+        Observation(
+            (pool("a", 1, 3, short=True), pool("b", 3)),
+            (Need(3, frozenset("a")), Need(2, frozenset("b"))),
+            frozenset({"a-0", "b-0", "b-1"}),
+        ),
+        Decision({}, ("b-2",)),
+    ),
     "machines that do not exist yet are too many: the pool gets a smaller size": (
         seen((pool("a", 3), pool("b", 0, 2)), 3),
         Decision({"b": 0}),

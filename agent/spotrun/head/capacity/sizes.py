@@ -97,11 +97,8 @@ def decide(seen: Observation) -> Decision:
     if seen.needed == 0 and not seen.keep:
         return Decision({pool.name: 0 for pool in seen.pools if pool.size and pool.supply != "away"})
     sizes = _sizes(seen)
-    # A pool may be short at one look and not at the next. So machines are removed only once there are too many.
-    wanted = [pool for pool in seen.pools if any(not need.pools or pool.name in need.pools for need in seen.needs)]
-    excess = max(0, sum(pool.serving for pool in wanted) - seen.needed)
-    # Replacements are not there yet, and may be unfit too. So no healthy machine is removed because of them.
-    healthy = max(0, sum(pool.fit for pool in wanted) - seen.needed)
+    # If no job wants a pool, its idle machines are removed, even if other pools lack machines.
+    excess = {pool.name: [len(pool.states), len(pool.states)] for pool in seen.pools} | _excess(seen)
     remove: list[str] = []
     for pool in seen.pools:
         # With a smaller size alone, the cloud would choose the machines that end. So name them.
@@ -109,8 +106,7 @@ def decide(seen: Observation) -> Decision:
         if surplus <= 0:
             continue
         pending = max(0, pool.size - len(pool.states))
-        # If no job wants a pool, its idle machines are removed, even if other pools lack machines.
-        spare, sound = (excess, healthy) if pool in wanted else (len(pool.states), len(pool.states))
+        spare, sound = excess[pool.name]
         idle = [name for name in sorted(pool.states, reverse=True) if name not in seen.keep]
         abandoned = [name for name in idle if pool.states[name] == "abandoned"][: max(0, surplus - pending)]
         left = surplus - pending - len(abandoned)
@@ -118,14 +114,35 @@ def decide(seen: Observation) -> Decision:
         left, spare = left - len(replacing), spare - len(replacing)
         good = [name for name in idle if pool.states[name] not in ("replacing", "abandoned")]
         good = good[: max(0, min(left, spare, sound))]
-        if pool in wanted:
-            excess, healthy = spare - len(good), sound - len(good)
+        excess[pool.name][:] = spare - len(good), sound - len(good)
         taken = abandoned + replacing + good
         remove += taken
         # `Cloud.remove` lowers the size itself. A smaller size cancels machines that do not exist yet.
         sizes[pool.name] = pool.size - min(surplus, pending) if not taken else pool.size
     changed = {pool.name: sizes[pool.name] for pool in seen.pools if sizes[pool.name] != pool.size}
     return Decision(changed, tuple(remove))
+
+
+def _excess(seen: Observation) -> dict[str, list[int]]:
+    """How many machines, and how many healthy ones, are too many. Pools that stand in for each other share a list.
+
+    A pool may be short at one look and not at the next. So machines are removed only once such pools together have too
+    many. Replacements are not there yet, and may be unfit too. So no healthy machine is removed because of them.
+    """
+    groups: list[tuple[frozenset[str], int]] = []
+    for need in seen.needs:
+        names, needed = need.pools or frozenset(pool.name for pool in seen.pools), need.machines
+        for group in [each for each in groups if each[0] & names]:
+            groups.remove(group)
+            names, needed = names | group[0], needed + group[1]
+        groups.append((names, needed))
+    found: dict[str, list[int]] = {}
+    for names, needed in groups:
+        pools = [pool for pool in seen.pools if pool.name in names]
+        counts = (sum(pool.serving for pool in pools), sum(pool.fit for pool in pools))
+        shared = [max(0, count - needed) for count in counts]
+        found |= {pool.name: shared for pool in pools}
+    return found
 
 
 def _sizes(seen: Observation) -> dict[str, int]:
