@@ -185,6 +185,24 @@ CASES: dict[str, tuple[Demand, tuple[Offer, ...], set[str], dict[str, int]]] = {
         {"s"},
         {"s": 2},
     ),
+    "the spot pools can never have enough machines: the cheapest job takes the next market": (
+        job(cheapest=True),
+        (offer("s", most=1), offer("t", zone="b", most=1), offer("o", zone="c", market="on-demand")),
+        {"o"},
+        {"o": 2},
+    ),
+    "a zone can never have enough machines: it is not asked, though the other one is short": (
+        job(),
+        (offer("s", there=1, **SHORT), offer("t", zone="b", most=1)),
+        {"s"},
+        {"s": 4},
+    ),
+    "a zone costs nothing": (
+        job(min=1, max=1, left=3600.0, deadline=NOW + 9000.0),
+        (offer("s", price=0.0), offer("o", zone="c", market="on-demand", price=1.0)),
+        {"s"},
+        {"s": 1},
+    ),
     "a job that ends keeps what its generation has": (
         job(wants=False, members={"s": 3}),
         (offer("s", there=3),),
@@ -254,6 +272,34 @@ def test_a_later_job_takes_the_zone_that_the_first_one_leaves() -> None:
     assert (found["j"].use, found["k"].use) == ({"s"}, {"t"})
 
 
+def test_a_job_asks_for_no_machines_with_which_it_could_not_begin() -> None:
+    """An earlier job keeps two of three machines. A third one would cost money, and no job could use it."""
+    first, second = job(max=2), job(job="k", order=1, max=2)
+
+    def needs(most: int, *demands: Demand, there: int = 0) -> dict[str, int]:
+        found = place(Situation(NOW, (offer("s", most=most, there=there),), demands))
+        return {name: sum(need.machines for need in each.needs) for name, each in found.items()}
+
+    assert needs(3, first, second) == {"j": 2, "k": 0}
+    assert needs(3, replace(first, members={"s": 2}), second, there=2) == {"j": 2, "k": 0}
+    assert needs(3, first, replace(second, members={"s": 2}), there=2) == {"j": 0, "k": 2}
+    assert needs(3, replace(first, priority=1), second) == {"j": 2, "k": 0}
+    assert needs(4, first, second) == {"j": 2, "k": 2}
+    large = job(min=1, max=3, members={"s": 3})  # it shrinks for the second one
+    assert needs(3, large, second, there=3) == {"j": 3, "k": 2}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["the first job trains", "no machine is there"])
+def test_jobs_share_the_last_machine_of_a_zone_before_another_zone_is_asked(trains: bool) -> None:
+    offers = tuple(offer(name, zone=name, most=1, devices=4) for name in ("s", "t"))
+    jobs = [job(job=str(index), order=index, min=1, max=1, devices=1) for index in range(6)]
+    if trains:
+        jobs[0] = replace(jobs[0], members={"s": 1})
+        offers = (offer("s", zone="s", there=1, most=1, devices=4), offers[1])
+    found = place(Situation(NOW, offers, tuple(jobs)))
+    assert [next(iter(found[each.job].use)) for each in jobs] == ["s", "s", "s", "s", "t", "t"]
+
+
 def test_jobs_are_served_by_priority_then_by_deadline_then_in_order() -> None:
     demands = (
         job(job="plain"),
@@ -291,7 +337,7 @@ offers_of = st.lists(
         st.integers(0, 4),
         supply=st.sampled_from(["open", "short", "away", "closed"]),
         size=st.integers(0, 4),
-        price=st.none() | st.floats(0.1, 9),
+        price=st.none() | st.just(0.0) | st.floats(0.1, 9),
     ),
     unique_by=lambda each: each.name,
 )

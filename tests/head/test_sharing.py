@@ -27,6 +27,15 @@ async def test_two_jobs_train_side_by_side(tmp_path: Path) -> None:
     assert stage.cloud.size == {"p": 0}
 
 
+async def test_no_machine_runs_that_no_job_can_use(tmp_path: Path) -> None:
+    stage = Theatre(tmp_path, machines=3, total=40)
+    jobs = [await stage.queue_job("one", 2), await stage.queue_job("two", 2)]
+    for _ in range(150):
+        await stage.round()
+        assert stage.cloud.size["p"] <= 2
+    assert [stage.written(job).phase for job in jobs] == ["succeeded", "succeeded"]
+
+
 async def test_an_urgent_job_takes_machines_and_gives_them_back(tmp_path: Path) -> None:
     stage = Theatre(tmp_path, machines=3, total=120)
     long = await stage.queue_job("long", {"min": 1, "max": 3})

@@ -2,19 +2,21 @@
 
 Jobs are served by priority, then by deadline, then in the order of the queue. Each job counts on the machines that the
 jobs before it leave. A job that trains keeps `min` nodes: `allocate` gives them to no other job of the same priority.
-So no other job of that priority counts on these nodes.
+So no other job of that priority counts on these nodes. A job that waits asks for no machines if it could not begin with
+them beside the nodes that other jobs keep.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from spotrun.head.capacity.policies.budget import within_budget
 from spotrun.head.capacity.policies.cheapest import cheapest
 from spotrun.head.capacity.policies.deadline import deadline
 from spotrun.head.capacity.policies.elastic import elastic
+from spotrun.head.capacity.policies.zones import nodes
 from spotrun.head.capacity.situation import Demand, Placement, Policy, Situation
 
 Placements = Mapping[str, Placement]  # by job id
@@ -26,15 +28,27 @@ def place(seen: Situation, before: Placements | None = None) -> Placements:
     taken = dict.fromkeys((offer.name for offer in seen.offers), 0.0)
     ranked = sorted(seen.demands, key=rank)
     held = {demand.job: _firm(seen, demand) for demand in ranked}
+    above, equals = dict(taken), list[Demand]()  # what jobs of higher priority have; earlier jobs of this priority
     for index, demand in enumerate(ranked):
-        later = sum(each.min for each in ranked[index + 1 :] if each.deadline is not None and each.wants)
-        demand = replace(demand, leave=later)
-        rivals = [held[other.job] for other in ranked[index + 1 :] if other.priority == demand.priority]
-        firm = {name: taken[name] + sum(each.get(name, 0.0) for each in rivals) for name in taken}
-        offers = tuple(replace(offer, others=firm[offer.name]) for offer in seen.offers)
-        placement = policy_of(demand)(replace(seen, offers=offers), demand, before.get(demand.job))
+        if equals and equals[0].priority != demand.priority:
+            above, equals = dict(taken), []
+        rivals = [other for other in ranked[index + 1 :] if other.priority == demand.priority]
+        offers = tuple(
+            replace(
+                offer,
+                others=taken[offer.name] + _sum(held, rivals, offer.name),
+                firm=above[offer.name] + _sum(held, (*equals, *rivals), offer.name),
+            )
+            for offer in seen.offers
+        )
+        now = replace(seen, offers=offers)
+        demand = replace(demand, leave=_promised(now, demand, ranked[index + 1 :]))
+        placement = policy_of(demand)(now, demand, before.get(demand.job))
         found[demand.job] = placement = replace(placement, hourly=hourly(seen, placement))
         _take(taken, seen, demand, placement)
+        if not held[demand.job]:
+            held[demand.job] = _awaited(now, demand, placement)
+        equals.append(demand)
     return found
 
 
@@ -61,13 +75,34 @@ def hourly(seen: Situation, placement: Placement) -> float:
     )
 
 
+def _promised(seen: Situation, demand: Demand, later: Sequence[Demand]) -> int:
+    """The machines of the on-demand pools of a job that later jobs with a deadline may need."""
+    safe = demand.pools.intersection(offer.name for offer in seen.offers if offer.market == "on-demand")
+    return sum(each.min for each in later if each.deadline is not None and each.wants and each.pools & safe)
+
+
+def _sum(held: Mapping[str, Mapping[str, float]], jobs: Iterable[Demand], pool: str) -> float:
+    return sum(held[job.job].get(pool, 0.0) for job in jobs)
+
+
 def _firm(seen: Situation, demand: Demand) -> dict[str, float]:
     """The machines that no other job of the same priority gets, by pool: `min` of those on which the job trains."""
+    return _least(seen, demand, {offer.name: demand.members.get(offer.name, 0) for offer in seen.offers})
+
+
+def _awaited(seen: Situation, demand: Demand, placement: Placement) -> dict[str, float]:
+    """The machines with which a job that waits will begin, by pool: no later job of its priority begins on these."""
+    free = {offer.name: nodes(demand, offer, offer.pool.max - offer.firm) for offer in seen.offers}
+    return _least(seen, demand, {pool: free[pool] for pool in free.keys() & placement.use})
+
+
+def _least(seen: Situation, demand: Demand, machines: Mapping[str, int]) -> dict[str, float]:
+    """`min` of these machines, by pool."""
     left, found = demand.min if demand.wants else 0, dict[str, float]()
     for offer in seen.offers:
-        mine = min(left, demand.members.get(offer.name, 0))
+        mine = min(left, machines.get(offer.name, 0))
         if mine > 0:
-            found[offer.name] = mine * min(1.0, (demand.devices or offer.devices) / offer.devices)
+            found[offer.name] = mine * demand.share(offer)
             left -= mine
     return found
 
@@ -80,8 +115,8 @@ def _take(taken: dict[str, float], seen: Situation, demand: Demand, placement: P
         left = need.machines - sum(mine.get(pool, 0.0) for pool in need.pools)
         for offer in seen.offers:
             if offer.name in need.pools and left > 0:
-                more = min(left, max(0.0, offer.pool.max - taken[offer.name] - mine.get(offer.name, 0.0)))
+                most = nodes(demand, offer, offer.pool.max - taken[offer.name])
+                more = min(left, max(0.0, most - mine.get(offer.name, 0.0)))
                 mine[offer.name], left = mine.get(offer.name, 0.0) + more, left - more
     for offer in seen.offers:
-        share = (demand.devices or offer.devices) / offer.devices
-        taken[offer.name] += mine.get(offer.name, 0.0) * min(1.0, share)
+        taken[offer.name] += mine.get(offer.name, 0.0) * demand.share(offer)

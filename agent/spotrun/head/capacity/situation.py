@@ -62,6 +62,7 @@ class Offer:
     life: float | None = None  # seconds after which the cloud ends a machine; None: never
     usable: int = 0  # machines that are ready to train
     others: float = 0.0  # machines that this job cannot count on, because of other jobs (`place` sets it for each job)
+    firm: float = 0.0  # those of them that other jobs keep while this job waits (`place` sets it for each job)
 
     @property
     def name(self) -> str:
@@ -95,9 +96,12 @@ class Demand:
     leave: int = 0  # on-demand machines that jobs served later are promised (`place` sets it)
     restart: float = 60.0  # seconds from the beginning of a generation on new machines to its first step
     move: float = 30.0  # seconds without training if the job moves while its old machines are there
-    save: float = 0.0  # seconds until the state is in the bucket
-    checkpoint: float = 0.0  # seconds between two checkpoints
-    unsaved: float = 0.0  # seconds of training that the bucket does not have
+    checkpoint: float = 0.0  # the most seconds of training that the bucket may lack, with intervals and uploads as now
+    unsaved: float = 0.0  # seconds of training that the bucket lacks now
+
+    def share(self, offer: Offer) -> float:
+        """The part of a machine's devices that each node of the job has there."""
+        return min(1.0, (self.devices or offer.devices) / offer.devices)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from spotrun.cloud.base import Market
 from spotrun.head.capacity.policies.elastic import elastic
 from spotrun.head.capacity.policies.waiting_game import SPARE, Game, Tables, rounded, solve
-from spotrun.head.capacity.policies.zones import Zone, held, need, price, rate, room, usable, zones
+from spotrun.head.capacity.policies.zones import Zone, held, holds, need, price, rate, room, usable, zones
 from spotrun.head.capacity.situation import Demand, Offer, Placement, Situation
 from spotrun.head.capacity.sizes import Need
 
@@ -204,7 +204,7 @@ def _outlook(
     seen: Situation, job: Demand, before: Placement | None, until: float, left: float, safe: Zone, nodes: int
 ) -> Outlook:
     work = left / rate(job, nodes, safe.offers[0].speed)
-    found = zones(seen, job, ("spot",))
+    found = [zone for zone in zones(seen, job, ("spot",)) if holds(job, zone, beside=False)]
     placed = elastic(seen, job, before, ("spot",))
     spot = next((zone for zone in found if zone.pools & placed.use), next(iter(found), None))
     on = "safe" if held(job, safe.pools) else "spot" if sum(job.members.values()) else ""

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from spotrun.cloud.base import Market
 from spotrun.head.allocation.claims import count
-from spotrun.head.capacity.policies.zones import ORDER, Zone, again, ask, fit, held, rate, staying, use, zones
+from spotrun.head.capacity.policies.zones import ORDER, Zone, again, ask, fit, held, holds, rate, staying, use, zones
 from spotrun.head.capacity.situation import Demand, Placement, Situation, nothing
 from spotrun.head.capacity.sizes import Need
 
@@ -62,7 +62,10 @@ def _training(job: Demand, here: Zone, found: list[Zone]) -> Placement:
 def _waiting(job: Demand, found: list[Zone], before: Placement | None) -> Placement:
     """The best zone is asked first. If it has too few machines, it is still asked, and the next zone too."""
     ready = [zone for zone in found if zone.ready >= job.min]
-    ranked = _ranked(job, found, before)
+    able = [zone for zone in found if holds(job, zone)]
+    ranked = _ranked(job, able or found, before)
+    if not able and not ready:  # its machines would cost money, and wait for others
+        return _in(job, ranked[0], (), f"{_name(ranked[0])}: no room for {count(job.min, 'machine')} beside other jobs")
     if ready:
         best = max(ready, key=lambda zone: (rate(job, zone.ready), _score(zone)))
         last = next((zone for zone in ready if before is not None and zone.pools & before.use), best)

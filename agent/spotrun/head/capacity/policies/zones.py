@@ -48,9 +48,9 @@ def rate(job: Demand, nodes: float, speed: float = 1.0) -> float:
 
 
 def price(offer: Offer) -> float:
-    """USD an hour; 1 for a spot machine whose price is not known."""
+    """USD an hour, more than 0, because policies compare ratios; 1 for a spot machine whose price is not known."""
     if offer.price is not None:
-        return offer.price
+        return max(offer.price, 1e-6)
     return {"spot": 1.0, "flex": DEARER / 2, "on-demand": DEARER}[offer.market]
 
 
@@ -93,17 +93,29 @@ def use(job: Demand, zone: Zone) -> frozenset[str]:
 
 def fit(job: Demand, offer: Offer) -> int:
     """Machines of a pool that this job can count on. Machines under notice do not count."""
-    return max(staying(job, frozenset({offer.name})), math.floor(_lasting(offer.pool) - offer.others))
+    return max(staying(job, frozenset({offer.name})), nodes(job, offer, _lasting(offer.pool) - offer.others))
 
 
 def room(job: Demand, offer: Offer) -> int:
     """The most machines of a pool that this job could have."""
-    return max(job.members.get(offer.name, 0), math.floor(offer.pool.max - offer.others))
+    return max(job.members.get(offer.name, 0), nodes(job, offer, offer.pool.max - offer.others))
+
+
+def holds(job: Demand, zone: Zone, beside: bool = True) -> bool:
+    """Whether the zone has room for the job's `min`. beside: also beside the machines that other jobs keep."""
+    most = sum(nodes(job, offer, offer.pool.max - (offer.firm if beside else 0.0)) for offer in zone.offers)
+    return most >= job.min or held(job, zone.pools) >= job.min
 
 
 def usable(job: Demand, offer: Offer) -> int:
     """Machines of a pool that this job could train on now."""
-    return max(job.members.get(offer.name, 0), math.floor(min(offer.usable, offer.pool.max) - offer.others))
+    return max(job.members.get(offer.name, 0), nodes(job, offer, min(offer.usable, offer.pool.max) - offer.others))
+
+
+def nodes(job: Demand, offer: Offer, machines: float) -> int:
+    """Nodes of the job that so many machines of the pool have room for. Other jobs may share one of the machines."""
+    whole = math.floor(machines + 1e-9)
+    return whole + int(machines - whole > job.share(offer) - 1e-9)
 
 
 def cheapest_market(zone: Zone) -> tuple[Offer, ...]:
