@@ -40,10 +40,10 @@ def refusal(seen: Situation, job: Demand) -> str:
 def _ends(seen: Situation) -> dict[str, float]:
     """When each job with a deadline ends if all of them train on their on-demand machines alone.
 
-    A job that gets no on-demand machines now begins at the last deadline of the jobs before it.
+    A job that gets no on-demand machines now begins at the last deadline of the jobs before it that may use its pools.
     """
     found: dict[str, float] = {}
-    last = seen.now
+    earlier: list[Demand] = []
     place_of = place(seen)
     for demand in sorted(seen.demands, key=rank):
         if demand.deadline is None:
@@ -55,9 +55,10 @@ def _ends(seen: Situation) -> dict[str, float]:
                 max(rate(demand, nodes, _speed(seen, pool)) for pool, nodes in placed.reserve.items()),
             )
         else:
-            begin, fast = last, _alone(seen, demand)
+            begin = max([seen.now, *(each.deadline or 0.0 for each in earlier if each.pools & demand.pools)])
+            fast = _alone(seen, demand)
         found[demand.job] = begin + demand.restart + MARGIN + left / fast
-        last = max(last, demand.deadline)
+        earlier.append(demand)
     return found
 
 
