@@ -328,6 +328,14 @@ def test_on_demand_machines_that_the_budget_does_not_pay_are_not_asked_for() -> 
     assert {pool for need in poor.needs for pool in need.pools} == {"s"}
 
 
+def test_a_job_with_a_budget_pays_for_its_own_devices_only() -> None:
+    """Its share of the work left costs $1 of the $8, so it need not be thrifty."""
+    demand = job(min=1, max=1, devices=1, left=3600.0, budget=2.0, deadline=NOW + 3900, pools=frozenset({"s", "o"}))
+    found = one(demand, offer("s", **SHORT), offer("o", market="on-demand", price=8.0, devices=8))
+    assert found.use == {"o"}
+    assert "budget" not in found.reason
+
+
 offers_of = st.lists(
     st.builds(
         offer,

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from spotrun.head.capacity.policies.cheapest import cheapest
 from spotrun.head.capacity.policies.zones import price, rate, usable
-from spotrun.head.capacity.situation import Demand, Placement, Policy, Situation
+from spotrun.head.capacity.situation import Demand, Offer, Placement, Policy, Situation
 
 
 def within_budget(policy: Policy) -> Policy:
@@ -57,5 +57,10 @@ def expected_cost(seen: Situation, job: Demand, placement: Placement) -> float |
     offers = [offer for offer in seen.offers if offer.name in pools and offer.price is not None]
     if job.left is None or not offers:
         return None
-    offer = max(offers, key=price)
-    return price(offer) * placement.max * job.left / rate(job, placement.max, offer.speed) / 3600
+    offer = max(offers, key=lambda each: _pays(job, each))
+    return _pays(job, offer) * placement.max * job.left / rate(job, placement.max, offer.speed) / 3600
+
+
+def _pays(job: Demand, offer: Offer) -> float:
+    """USD an hour for a node of the job."""
+    return price(offer) * job.share(offer)
