@@ -410,6 +410,11 @@ def test_a_pool_that_falls_short_and_recovers() -> None:
     assert (found.found, found.refusals) == (pytest.approx(1, rel=0.01), 0)
 
 
+def test_a_pool_did_not_fall_short_in_the_future() -> None:
+    """The clock of the last head was ahead. Else the pool would not be asked again before that time."""
+    assert learned((3600, pool(2, 1, "short")), (0, pool(1, 1))).short_at == NOW
+
+
 def test_machines_that_boot_say_nothing() -> None:
     found = learned((0, pool(2, 0)), (360, pool(2, 1)))
     assert (found.up, found.down, found.short_at) == (0, 0, 0)

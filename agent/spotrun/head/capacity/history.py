@@ -96,7 +96,7 @@ def _learned(
         down=last.down * fade + (hours if last.state == "down" else 0.0),
         lost=last.lost * fade + (last.state == "up" and short),
         found=last.found * fade + (last.state == "down" and state == "up"),
-        short_at=now if short else last.short_at,
+        short_at=now if short else min(last.short_at, now),  # the clock of the last head may have been ahead
         short_with=len(machines) if short else last.short_with,
         refusals=0 if state == "up" else last.refusals + (short and last.state != "down"),
         size=pool.size,
