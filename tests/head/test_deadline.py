@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spotrun.head.capacity.observe import demand
+from spotrun.head.capacity.observe import SCALING, demand
 from spotrun.head.capacity.place import place
 from spotrun.head.capacity.policies.deadline import MARGIN
 from spotrun.head.capacity.policies.zones import need
@@ -298,12 +298,34 @@ def test_a_job_does_not_count_on_machines_of_a_job_of_its_priority_that_trains()
 CLUSTER = ClusterSpec.model_validate(
     {"name": "c", "cloud": "local", "pools": [{"name": "p", "zone": "local-a", "max": 3}]}
 )
+WIDE = Speed(pool="p", nodes=4, devices=1, samples_per_second=160.0, samples=32.0, steps=90, at=NOW - 50)
 SPEED = Speed(pool="p", nodes=1, devices=1, samples_per_second=40.0, samples=8.0, steps=90, at=NOW - 50)
 # The step that the generation has done, at 30 s each so far; what else is known of the job; the work left.
 LEFT: dict[str, tuple[int, dict[str, Any], float | None]] = {
     "the first steps are slow: the job file counts": (2, {"spec": spec(work=600.0)}, 600.0 * 0.998),
     "after five steps, the measured pace counts": (5, {"spec": spec(work=600.0)}, 995 * 30.0),
     "first steps of a later generation: what was measured before counts": (2, {"speeds": (SPEED,)}, 998 * 0.2),
+    "first steps on fewer nodes, which take as many samples each": (
+        2,
+        {"speeds": (WIDE,), "samples": 8.0},
+        998 * 8.0 / 160.0 * 4**SCALING,
+    ),
+    "no step on fewer nodes yet, and so no samples": (0, {"speeds": (WIDE,)}, 1000 * 8.0 / 160.0 * 4**SCALING),
+    "no step on fewer nodes yet, and the machines were of several pools": (
+        0,
+        {"pace": 0.2, "paced": 4},
+        1000 * 0.2 / 4 * 4**SCALING,
+    ),
+    "the first generation on fewer nodes starts, and has not said how many steps are left": (
+        0,
+        {"speeds": (WIDE,), "base": -1, "paced": 4},
+        1000 * 0.2 * 4**SCALING,
+    ),
+    "the first generation ended after two slow steps: the job file counts": (
+        0,
+        {"spec": spec(work=600.0), "generation": 2, "pace": 30.0, "paced": 1, "reached": 2},
+        600.0,
+    ),
     "first steps, and nothing else is known": (2, {"pace": 30.0}, 998 * 30.0),
     "no step, and nothing else is known": (0, {}, None),
 }
@@ -312,10 +334,21 @@ LEFT: dict[str, tuple[int, dict[str, Any], float | None]] = {
 @pytest.mark.parametrize("name", LEFT)
 def test_the_work_left(name: str) -> None:
     step, changes, left = LEFT[name]
-    progress = Progress(base=0, step=step, pace=30.0 if step else 0.0, total_steps=1000)
-    state = trains(A, progress=progress, reached=step, **changes)
+    changes, pace = dict(changes), 30.0 if step else 0.0
+    per_second = changes.pop("samples", 0.0) / 30.0
+    base = changes.pop("base", 0)
+    progress = Progress(base=base, step=max(base, step), pace=pace, samples_per_second=per_second, total_steps=1000)
+    state = trains(A, progress=progress, **({"reached": step} | changes))
     found = demand(FleetView(now=NOW, jobs=(state,), nodes=()), CLUSTER, state, 0).left
     assert found == (left if left is None else pytest.approx(left))
+
+
+def test_the_bucket_lacks_the_work_since_the_snapshot_of_its_newest_checkpoint() -> None:
+    """It was complete 10 s ago, after 40 s of upload. The next one may be complete as late as `interval` + 40 s."""
+    state = trains(A, spec=spec(checkpoint_interval=100.0), saved_at=NOW - 10, upload=40.0)
+    found = demand(FleetView(now=NOW, jobs=(state,), nodes=()), CLUSTER, state, 0)
+    assert (found.unsaved, found.checkpoint) == (50.0, 180.0)
+    assert demand(FleetView(now=NOW, jobs=(), nodes=()), CLUSTER, state.replace(saved_at=0.0), 0).unsaved == 100.0
 
 
 def test_steps_that_are_lost_are_work_left() -> None:
@@ -334,6 +367,18 @@ def test_a_deadline_that_cannot_be_kept_is_refused_with_the_earliest_one() -> No
     assert "deadline: 2.0 h: cannot be kept" in text
     assert "the earliest deadline is 7830s" in text
     assert refusal(seen, job(4, 7830 / HOUR, max=2, scaling=1.0)) == ""
+
+
+def test_jobs_that_share_no_pools_do_not_disturb_each_other() -> None:
+    mine, theirs = {"spot-a", "steady"}, (Pool("theirs", 2, 0), Pool("spot-b", 2, 0))
+    every = (*offers(), Offer(theirs[0], "b", "on-demand", price=3.0), Offer(theirs[1], "b", price=1.0))
+    first = job(3, 4, max=2, pools=frozenset(mine))
+    other = job(9, 12, job="other", order=1, min=2, max=2, pools=frozenset({"theirs"}))
+    alone, both = (place(Situation(START, every, demands)) for demands in ((first,), (first, other)))
+    assert both["j"] == alone["j"]
+    without = job(2, 3, job="new", order=2, pools=frozenset({"spot-b"}))  # it has no on-demand pool
+    for jobs in ((), (first,), (replace(first, priority=1),)):
+        assert refusal(Situation(START, every, jobs), without) == ""
 
 
 def test_work_that_is_not_known_is_not_refused() -> None:

@@ -96,8 +96,9 @@ def demand(view: FleetView, cluster: ClusterSpec, job: JobState, index: int) -> 
         budget=job.cost_limit - job.cost if job.cost_limit else None,
         restart=restart,
         move=min(restart, statistics.median(measured) if measured else MOVE),
-        checkpoint=spec.checkpoint_interval,
-        unsaved=max(0.0, view.now - max(job.saved_at, job.started or view.now)) if job.current else 0.0,
+        # A checkpoint is complete when it is in the bucket. It has the state from before its upload.
+        checkpoint=spec.checkpoint_interval + 2 * job.upload,
+        unsaved=max(0.0, view.now - max(job.saved_at - job.upload, job.started or view.now)) if job.current else 0.0,
     )
 
 
@@ -113,18 +114,22 @@ def _reached(view: FleetView, job: JobState) -> int:
 def _left(job: JobState, reached: int) -> float | None:
     """The work left, in seconds on one machine: as measured, else as the job file says; None if neither is known.
 
-    The first steps of a generation are slow. Until it has done `LEAST` steps, the measurement before it counts.
+    The first steps of a generation are slow. Until it has done `LEAST` steps, the measurement before it counts. That
+    may be of other numbers of nodes and of samples a step: `total` is in steps of `size` nodes.
     """
     progress, spec = job.progress, job.spec
     total, pace, nodes = progress.total_steps, progress.pace, len(job.members) or len(job.last)
     if progress.step - max(progress.base, 0) < LEAST:
+        size = nodes if progress.base >= 0 else job.paced or nodes
         last = max(job.speeds, key=lambda speed: speed.at, default=None)
         if last:
-            pace, nodes = last.samples / last.samples_per_second, last.nodes
-        elif spec.work is not None and job.generation <= 1:
+            samples = progress.samples_per_second * progress.pace or last.samples * size / last.nodes
+            pace, nodes = samples / last.samples_per_second, last.nodes
+        elif spec.work is not None and job.reached < LEAST:
             return spec.work * (1 - reached / total) if total else spec.work
         elif not progress.pace:
-            pace, nodes = job.pace, job.paced or len(job.last)
+            nodes = job.paced or nodes
+            pace = job.pace * size / max(nodes, 1)
     if not (total and pace and nodes):
         return spec.work
     return float(max(0, total - reached) * pace * nodes**SCALING)
