@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Demand, tuple[Offer, ...], set[str], dict[str, int]]] = {
     "the best zone has too few machines: it goes on being asked, and the next one too": (
         job(),
         (offer("s", there=1, **SHORT), offer("t", zone="b", **SHORT)),
-        {"t"},
+        {"s"},
         {"s": 4, "t": 4},
     ),
     "a zone has enough machines: the other one is not asked any more": (

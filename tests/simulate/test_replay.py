@@ -72,8 +72,9 @@ def test_survivors_go_on_with_less() -> None:
     assert found.finished == pytest.approx(3620 + (8 * HOUR - 11520) / 3, abs=1.5)
 
 
-def test_fewer_than_the_least_do_not_train() -> None:
-    found = run(trace(((0, 1),)), Job(work=HOUR, min=2, max=4), elastic)
+@pytest.mark.parametrize("others", [(), (((0, 0),),)], ids=["one zone", "the other zone gives none"])
+def test_fewer_than_the_least_do_not_train(others: tuple[Changes, ...]) -> None:
+    found = run(trace(((0, 1),), *others), Job(work=HOUR, min=2, max=4), elastic)
     assert (found.finished, found.done) == (None, 0)
     assert 0.8 < found.cost < 1  # ten minutes, and 22 tries of two minutes: the machine is given back in between
 

@@ -79,7 +79,8 @@ def _waiting(job: Demand, found: list[Zone], before: Placement | None) -> Placem
         asked.append(zone)
         if zone.hope >= job.min:
             break
-    chosen = max(ready or asked[-1:], key=_score)
+    # The job's machines are in the zone with most of them: `hold_idle` says how long it keeps them.
+    chosen = max(ready or reversed(asked), key=lambda zone: sum(fit(job, offer) for offer in zone.offers))
     needs = tuple(need for zone in asked for need in ask(job, zone))
     short = f"; {', '.join(_name(zone) for zone in asked[:-1])} short of machines" if asked[:-1] else ""
     return _in(job, chosen, needs, f"asks {_name(asked[-1])}{short}")
