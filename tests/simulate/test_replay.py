@@ -17,6 +17,7 @@ from spotrun.simulate.costs import Costs
 from spotrun.simulate.optimum import Single, cheapest, relaxed
 from spotrun.simulate.replay import Job, Outcome, Supply, cluster_of, play, replay
 from spotrun.simulate.traces import Changes, Trace, Zone
+from spotrun.spec import ClusterSpec
 
 HOUR = 3600.0
 COSTS = Costs(boot=600, restart=20, restore=120, notice=0, snapshot=10, checkpoint=300, scaling=1.0)
@@ -47,6 +48,17 @@ def test_machines_have_as_many_devices_as_their_pool_says(devices: int) -> None:
     supplies = {cluster.pools[0].name: Supply(((0.0, 1),), ((0.0, 1.0),))}
     found = play(cluster, supplies, job, elastic, COSTS, 10 * HOUR)
     assert found.finished == pytest.approx(600 + 120 + 2 * HOUR)
+
+
+def test_machines_of_the_cheaper_market_are_used_first() -> None:
+    """The spot pool has room for one machine. Both markets' machines are ready at the same time."""
+    pools = [{"name": "spot", "zone": "local-a"}, {"name": "dear", "zone": "local-a", "market": "on-demand", "max": 2}]
+    cluster = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": pools})
+    supplies = {"spot": Supply((), ((0.0, 1.0),)), "dear": Supply((), ((0.0, 3.0),))}
+    found = play(cluster, supplies, Job(work=4 * HOUR, min=2, max=2), None, COSTS, 10 * HOUR)
+    assert found.finished == pytest.approx(600 + 120 + 2 * HOUR)
+    assert found.spot_hours == pytest.approx(2.2)
+    assert found.on_demand_hours == pytest.approx(2.2, abs=0.2)  # the second one ends once the first ones are ready
 
 
 def test_a_spot_machine_is_awaited() -> None:

@@ -187,9 +187,10 @@ class Board:
         return None
 
     def _pools_of(self, job: Job) -> list[str]:
-        """Pools that the job may use: first those where it is, then those that fewest claims ask for by name."""
+        """Pools that the job may use: those where it is, then those it prefers, then those that fewest claims name."""
         names = job.claim.pools & self._free.keys() if job.claim.pools else self._free
-        return sorted(names, key=lambda pool: (-job.inside[pool], self.named[pool], pool))
+        place = {pool: index for index, pool in enumerate(job.claim.prefers)}
+        return sorted(names, key=lambda pool: (-job.inside[pool], place.get(pool, len(place)), self.named[pool], pool))
 
     def _first(self, heap: list[str], key: tuple[int, int], job: Job) -> str | None:
         """The first host whose entry is still true, that is not the job's own, and that the job does not avoid."""

@@ -27,6 +27,8 @@ class Claim:
     """Devices of each node. 0: the whole machine, which no other job shares."""
     pools: frozenset[str] = frozenset()
     """Pools whose machines the job may use. Empty: any."""
+    prefers: tuple[str, ...] = ()
+    """The best pools first, such as the cheapest ones. Other pools come after them."""
     holds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The devices that the job has now, as indexes by node: those of the last allocation that still have its workers
     or its state. A node that is not among the hosts is gone."""

@@ -161,6 +161,7 @@ def _claim(
         spares=placement.spares,
         devices=job.spec.devices or 0,
         pools=pools,
+        prefers=tuple(dict.fromkeys(pool for need in placement.needs for pool in need.order)),
         holds={node: devices for node, devices in holds.items() if node not in avoids},
         standby=frozenset(holds.keys() - members) if members else frozenset(),
         keeps=frozenset(member.node for member in job.last) - holds.keys(),
