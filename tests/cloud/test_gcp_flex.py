@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -118,11 +119,14 @@ async def test_a_replacement_is_requested_and_the_size_stays(cloud: GcpCloud, gc
     assert second in await running(cloud, "flex", 2)
 
 
-async def test_a_machine_that_has_stopped_makes_room_for_another(cloud: GcpCloud, gce: FakeGce) -> None:
+@pytest.mark.parametrize("end", [FakeGce.stop, FakeGce.vanish], ids=["it has stopped", "Google has deleted it"])
+async def test_a_machine_that_has_ended_makes_room_for_another(
+    cloud: GcpCloud, gce: FakeGce, end: Callable[[FakeGce, str], None]
+) -> None:
     """Its group counts it and does nothing, because Google demands that of flex groups."""
     await cloud.resize("flex", 2)
     first, second = await running(cloud, "flex", 2)
-    gce.stop(first.name)
+    end(gce, first.name)
 
     async def one() -> bool:
         return await cloud.sizes() == {"flex": 1}

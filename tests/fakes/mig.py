@@ -2,7 +2,8 @@
 
 A group keeps as many machines as its target size says, under names with a random end of four characters. A machine that
 is taken comes back under its name and with another id. One that cannot be made is tried again, with the error in the
-group's record. When a group shrinks by its size, the machines that run go first: Google's order is arbitrary.
+group's record. A group of flex machines makes none again. When a group shrinks by its size, the machines that run go
+first: Google's order is arbitrary.
 """
 
 from __future__ import annotations
@@ -148,6 +149,11 @@ class Group:
     def zone(self) -> str:
         return self.resource.zone.rpartition("/")[2]
 
+    @property
+    def _repairs_nothing(self) -> bool:
+        """As Google demands of groups with flex machines."""
+        return bool(self.template.properties.scheduling.provisioning_model == "FLEX_START")
+
     def resize(self, size: int) -> None:
         self.resource.target_size = size
         self._adjust()
@@ -229,6 +235,10 @@ class Group:
                 member.nudged.clear()
                 continue
             await self._one_life(member)
+            while self._repairs_nothing and not member.leaving:
+                member.action = "NONE"
+                await member.nudged.wait()
+                member.nudged.clear()
             if not member.leaving:
                 member.action = "RECREATING"
                 await _until(member.nudged, self.times.recreate)

@@ -177,7 +177,9 @@ class GcpCloud:
         return target - len(await self._ended(pool)) if target and self._is_flex(pool) else target
 
     async def _ended(self, pool: str) -> list[str]:
-        return [each.name for each in await self._members(pool) if each.ended and each.action == "NONE"]
+        """Flex machines that have stopped for ever, or that Google has deleted, such as at the end of their time."""
+        members = await self._members(pool)
+        return [each.name for each in members if each.action == "NONE" and (each.ended or not each.there)]
 
     async def _queue_for(self, pool: str, size: int) -> int:
         """Give a flex pool this size, as far as resize requests can. Returns the size that it has afterwards."""
