@@ -287,6 +287,22 @@ async def test_the_head_turns_to_another_zone_and_back(cloud: GcpCloud, gce: Fak
     await await_for(lambda: [m.name.startswith("demo--head-") for m in gce.machines()] == [True])
 
 
+async def test_a_machine_that_came_after_the_head_looked_costs_no_member(cloud: GcpCloud, gce: FakeGce) -> None:
+    """The head takes one of three for missing, and gives it up. By then, all three run."""
+    fleet = Fleet(CLUSTER, cloud)
+    gce.limit("demo--spot-a", 2)
+    await cloud.resize("spot-a", 3)
+    members = await running(cloud, "spot-a", 2)
+    await fleet.look()
+    gce.limit("demo--spot-a", None)
+    await running(cloud, "spot-a", 3)
+    await scale(fleet, 2, [member.name for member in members])
+    assert {member.id for member in members} < {each.id for each in await running(cloud, "spot-a", 3)}
+    await fleet.look()
+    await scale(fleet, 2, [member.name for member in members])
+    assert await running(cloud, "spot-a", 2) == members
+
+
 # A zone is out: each has endpoints of its own.
 
 

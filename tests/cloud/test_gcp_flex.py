@@ -140,6 +140,15 @@ async def test_a_machine_that_has_ended_makes_room_for_another(
     assert gce.size(GROUP) == 2
 
 
+async def test_a_smaller_size_ends_no_machine_that_runs(cloud: GcpCloud, gce: FakeGce) -> None:
+    await cloud.resize("flex", 2)
+    before = await running(cloud, "flex", 2)
+    await cloud.resize("flex", 1)
+    assert await running(cloud, "flex", 2) == before
+    await cloud.resize("flex", 0)
+    await running(cloud, "flex", 0)
+
+
 def waiting(machines: int, at: float) -> Request:
     return Request(f"r{at:g}", machines, "waiting", at)
 

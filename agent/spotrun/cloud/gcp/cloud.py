@@ -67,14 +67,15 @@ class GcpCloud:
         return []
 
     async def resize(self, pool: str, size: int) -> None:
+        """As in `Cloud`. Only size 0 ends live machines. Other sizes are raised to the number of live machines."""
         most = self._pool(pool).max
         if not 0 <= size <= most:
             raise CloudError(f"pool {pool}: size {size} is not allowed; its cluster file says 0 to {most}")
-        if self._pool(pool).market == "flex":
-            if await self._queue_for(pool, size) == size:
+        if self._is_flex(pool):
+            if await self._queue_for(pool, size) == size or size:
                 return
-        elif size:
-            await self._delete_pending(pool, size)
+        elif size and await self._lower(pool, size):
+            return
         request = compute_v1.ResizeInstanceGroupManagerRequest(**self._group(pool), size=size)
         await self.api.change(f"pool {pool}: resize to {size}", request, lambda c: c.groups.resize_unary)
 
@@ -227,17 +228,19 @@ class GcpCloud:
         found = self._problems[pool.name] = diagnose(pool, members, failures, before, time.time(), placed)
         return found
 
-    async def _delete_pending(self, pool: str, size: int) -> None:
+    async def _lower(self, pool: str, size: int) -> bool:
         """Delete machines that do not exist yet, until the pool has `size` machines or no such machine is left.
 
-        A resize alone would let Google choose machines that run.
+        Returns whether the pool was larger. Machines that the head did not see may run by now. So the size is not set:
+        Google would choose which machines end.
         """
         surplus = await self._size(pool) - size
         if surplus <= 0:
-            return
+            return False
         pending = [each.name for each in await self._members(pool) if each.pending]
         if pending:
             await self._delete(pool, pending[:surplus])
+        return True
 
     async def _delete(self, pool: str, names: Sequence[str]) -> None:
         for urls in _urls(self._zones[pool], names):
