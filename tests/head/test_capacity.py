@@ -30,6 +30,11 @@ def having(pool: Pool, **states: Collection[str]) -> Pool:
     return replace(pool, states={**pool.states, **{name: state for state, names in states.items() for name in names}})
 
 
+def dying(pool: Pool, *names: str) -> Pool:
+    """The pool, of which the cloud ends these machines."""
+    return replace(pool, states={**pool.states, **dict.fromkeys(names, "leaving")}, ending=frozenset(names))
+
+
 ONE, LAST = frozenset({"a-0"}), frozenset({"a-3"})
 MEMBERS = frozenset({"a-0", "a-1", "a-2"})
 ALL = MEMBERS | LAST
@@ -217,6 +222,36 @@ CASES: dict[str, tuple[Observation, Decision]] = {
             frozenset({"a-0", "b-0", "b-1"}),
         ),
         Decision({}, ("b-2",)),
+    ),
+    "a machine takes long to end, and its pool counts it no more: the idle one goes all the same": (
+        seen((dying(pool("a", 3, 2), "a-2"),), 1, ONE),
+        Decision({}, ("a-2", "a-1")),
+    ),
+    "a machine takes long to end, and its successor has come and is idle: the successor goes": (
+        seen((dying(pool("a", 4, 3), "a-1"),), 2, frozenset({"a-0", "a-2"})),
+        Decision({}, ("a-1", "a-3")),
+    ),
+    "the cloud ends a machine, and one is too much: no healthy one goes in its place": (
+        seen((dying(pool("a", 3), "a-0"),), 2),
+        Decision({}, ("a-0",)),
+    ),
+    "the cloud ends a machine, and its successor is not there yet: the stand-in stays": (
+        seen((dying(pool("a", 3), "a-2"), pool("b", 1)), 3, frozenset({"a-0", "a-1"})),
+        Decision({}),
+    ),
+    "the cloud ends a machine of a pool that is not short: no other pool stands in": (
+        seen((dying(pool("a", 3), "a-2"), pool("b")), 3, frozenset({"a-0", "a-1"})),
+        Decision({}),
+    ),
+    "a machine takes long to end, and its zone has no successor: the next pool stands in": (
+        seen((dying(pool("a", 3, short=True), "a-2"), pool("b")), 3, frozenset({"a-0", "a-1"})),
+        Decision({"b": 1}),
+    ),
+    "no job wants a pool any more, and the cloud ends its machines: their successors are given up": (
+        Observation(
+            (dying(pool("a", 2), "a-0", "a-1"), pool("b", 1)), (Need(1, frozenset({"b"})),), frozenset({"b-0"})
+        ),
+        Decision({}, ("a-1", "a-0")),
     ),
     "machines that do not exist yet are too many: the pool gets a smaller size": (
         seen((pool("a", 3), pool("b", 0, 2)), 3),

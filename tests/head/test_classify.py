@@ -460,6 +460,16 @@ def test_an_unproven_machine_that_leaves_does_not_count_beside_an_abandoned_one(
     assert sizes == {"q": 2 if not leaving.joined else 1}
 
 
+@pytest.mark.parametrize(("supply", "expected"), [("open", {}), ("short", {"q": 1})])
+def test_a_machine_that_the_cloud_ends_does_not_count_in_a_pool_that_is_short(
+    supply: Any, expected: dict[str, int]
+) -> None:
+    machines = (machine(A), machine(B), machine(C, state="stopping"))
+    seen = view(waiting(), spare(A, reported_at=NOW), spare(B, reported_at=NOW), machines=machines)
+    pools = (Pool("p", 3, 3, dict.fromkeys("abc", "ready"), supply), Pool("q", 3, 0))
+    assert fleet_plan(seen, pools, 3).resize == expected
+
+
 def test_a_machine_is_not_replaced_because_its_predecessor_retired() -> None:
     predecessor = replace(spare(A, reported_at=NOW - 2150, since=NOW - 3000, cloud="gone"), due=NOW + 60)
     seen = view(waiting(), predecessor, machines=(machine(A, created=NOW - 200, answered=NOW - 2150),))

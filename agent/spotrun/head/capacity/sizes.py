@@ -29,6 +29,8 @@ class Pool:
     leaving: frozenset[str] = frozenset()
     """Machines under notice. Their successors are asked for now, as far as the pool has room. No other pool stands in,
     because its machine would become a member and stay."""
+    ending: frozenset[str] = frozenset()
+    """Machines that the cloud ends, which may take many minutes. It may have successors for them already."""
 
     @property
     def abandoned(self) -> frozenset[str]:
@@ -37,16 +39,27 @@ class Pool:
 
     @property
     def serving(self) -> int:
-        """Machines to count on. Those being replaced count too, unless some are abandoned."""
-        return self.fit if self.abandoned else len(self.states)
+        """Machines to count on. Those being replaced count too, unless some are abandoned.
+
+        Those that the cloud ends count as their successors, unless the pool is short: none may come.
+        """
+        doubtful = self._doubtful if self.abandoned else frozenset[str]()
+        return len(self.states.keys() - doubtful - (self.ending if self.supply == "short" else frozenset()))
 
     @property
     def fit(self) -> int:
         """Machines to count on now. If some are abandoned, only those that have shown that they are fit."""
-        doubtful = self.having("replacing", "abandoned")
-        if self.abandoned:
-            doubtful |= self.having("booting", "checking", "unfit")
-        return len(self.states) - len(doubtful)
+        return len(self.states) - len(self._doubtful)
+
+    @property
+    def sound(self) -> int:
+        """Those of the fit machines that the cloud does not end."""
+        return len(self.states.keys() - self._doubtful - self.ending)
+
+    @property
+    def _doubtful(self) -> frozenset[str]:
+        waits = ("booting", "checking", "unfit") if self.abandoned else ()
+        return self.having("replacing", "abandoned", *waits)
 
     def having(self, *states: str) -> frozenset[str]:
         """The machines in one of these states."""
@@ -108,14 +121,20 @@ def decide(seen: Observation) -> Decision:
         pending = max(0, pool.size - len(pool.states))
         spare, sound = excess[pool.name]
         idle = [name for name in sorted(pool.states, reverse=True) if name not in seen.keep]
-        abandoned = [name for name in idle if pool.states[name] == "abandoned"][: max(0, surplus - pending)]
-        left = surplus - pending - len(abandoned)
+        # Machines that end go first. To remove one whose successor is there changes no size.
+        replaced = max(0, len(pool.states) - pool.size)
+        ending = [name for name in idle if name in pool.ending][: max(0, surplus - pending) + replaced]
+        lowered = max(0, len(ending) - replaced)
+        left, spare = surplus - pending - lowered, spare - lowered
+        idle = [name for name in idle if name not in pool.ending]
+        abandoned = [name for name in idle if pool.states[name] == "abandoned"][: max(0, left)]
+        left -= len(abandoned)
         replacing = [name for name in idle if pool.states[name] == "replacing"][: max(0, min(left, spare))]
         left, spare = left - len(replacing), spare - len(replacing)
         good = [name for name in idle if pool.states[name] not in ("replacing", "abandoned")]
         good = good[: max(0, min(left, spare, sound))]
         excess[pool.name][:] = spare - len(good), sound - len(good)
-        taken = abandoned + replacing + good
+        taken = ending + abandoned + replacing + good
         remove += taken
         # `Cloud.remove` lowers the size itself. A smaller size cancels machines that do not exist yet.
         sizes[pool.name] = pool.size - min(surplus, pending) if not taken else pool.size
@@ -127,7 +146,7 @@ def _excess(seen: Observation) -> dict[str, list[int]]:
     """How many machines, and how many healthy ones, are too many. Pools that stand in for each other share a list.
 
     A pool may be short at one look and not at the next. So machines are removed only once such pools together have too
-    many. Replacements are not there yet, and may be unfit too. So no healthy machine is removed because of them.
+    many. Successors are not there yet, and may be unfit too. So no healthy machine is removed because of them.
     """
     groups: list[tuple[frozenset[str], int]] = []
     for need in seen.needs:
@@ -139,7 +158,7 @@ def _excess(seen: Observation) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for names, needed in groups:
         pools = [pool for pool in seen.pools if pool.name in names]
-        counts = (sum(pool.serving for pool in pools), sum(pool.fit for pool in pools))
+        counts = (sum(pool.serving for pool in pools), sum(pool.sound for pool in pools))
         shared = [max(0, count - needed) for count in counts]
         found |= {pool.name: shared for pool in pools}
     return found

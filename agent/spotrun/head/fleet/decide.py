@@ -15,7 +15,7 @@ from spotrun.head.capacity.sizes import Observation, Pool
 from spotrun.head.fleet.classify import Condition
 from spotrun.head.fleet.record import Recreate, ask, counted, exhausted, may_ask, refusal
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import FleetView
+from spotrun.head.view import ENDING_STATES, FleetView
 
 Conditions = Mapping[str, Condition]
 
@@ -68,6 +68,7 @@ def observe(view: FleetView, conditions: Conditions, pools: Sequence[Pool], wish
     seen = []
     for pool in pools:
         states = {name: _counts_as(conditions[name]) for name in pool.states if name in conditions}
+        ending = {name for name in states if conditions[name].machine.state in ENDING_STATES}
         seen.append(
             replace(
                 pool,
@@ -75,6 +76,7 @@ def observe(view: FleetView, conditions: Conditions, pools: Sequence[Pool], wish
                 states={n: "ready" if n in keep else state for n, state in states.items() if state != "unknown"},
                 supply="closed" if pool.supply != "away" and pool.name in closed else pool.supply,
                 leaving=frozenset(noticed & states.keys() - view.kept),
+                ending=frozenset(ending - keep - noticed),
             )
         )
     return Observation(tuple(seen), wish.needs, keep)
