@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from spotrun.cloud.base import Advice, Said
 from spotrun.errors import CloudError
+from spotrun.store import idle_key
 from spotrun.wire import Failure
 from tests.head.world import World
 
@@ -170,3 +172,19 @@ async def test_what_the_cloud_says_about_the_market_is_asked_after_each_look(
     assert fleet.advice == world.cloud.said
     assert [record.message for record in caplog.records] == ["advice: advice: Rate exceeded"]
     following.cancel()
+
+
+async def test_what_idle_machines_cost_is_kept_while_a_pool_refuses_its_size(tmp_path: Path) -> None:
+    """No job wants the machine, and the cloud refuses to end it."""
+    world, now = World(tmp_path), 1000.0
+    world.clock = lambda: now
+    world.new_head()
+    world.cloud.size["p"], world.cloud.made["p-0"], world.cloud.refuse = 1, now, {"p"}
+    await world.head.journal.read_queue()
+    for _ in range(30):
+        now += 1.0
+        await world.turn()
+        await world.look()
+    assert ("resize", ("p", 0)) in world.cloud.calls
+    found = json.loads(world.store.get(idle_key("c")))
+    assert found["node_seconds"] > 10

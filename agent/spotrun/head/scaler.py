@@ -70,9 +70,11 @@ class Scaler:
             for problem in found:
                 head.add_event("cloud", f"pool {problem.pool}: {problem.message}")
             await self.placer.learn(head.fleet_view(head.clock()))
-            await self._scale(head.clock())
-            self.forget()
-            await head.ledger.write()
+            try:
+                await self._scale(head.clock())
+            finally:  # a pool may refuse its size at each look
+                self.forget()
+                await head.ledger.write()
         except ConflictError as error:
             lease.give_way(head.epoch, str(error))
         except SpotrunError as error:
