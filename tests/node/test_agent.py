@@ -12,6 +12,7 @@ import shutil
 import signal
 import tarfile
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from spotrun.node.runner import Runner
 from spotrun.spec.names import CLUSTER, POOL
 from spotrun.state import shards, slots
 from spotrun.store import Store, checkpoint_key, code_key, head_key, host_key
-from spotrun.wire import MAX_MESSAGE, Bundle, HostRecord, Order, Report, SaveOrder, StateRef, hash_of
+from spotrun.wire import MAX_MESSAGE, Bundle, HostRecord, Notice, Order, Report, SaveOrder, StateRef, hash_of
 from tests.fakes.head import FakeHead, Seen
 from tests.fakes.launchers import children
 from tests.fakes.node import HELPER, TOY, Machine, World, changed, order_of, put_code, wheel, world
@@ -120,6 +121,20 @@ async def test_a_machine_with_a_worker_that_cannot_be_ended_is_unfit(
     agent._publish()
     assert [each.phase for each in reports] == ["ready", "unfit", "ready"]
     assert reports[1].unfit == ("a worker of job j cannot be ended: a GPU or a disk may not answer",)
+
+
+async def test_a_rebalance_recommendation_makes_no_small_blocks(tmp_path: Path) -> None:
+    """EC2 may leave the machine for days after it. At a notice, each block has a second's values."""
+    store = Store(str(tmp_path))
+    settings = Settings(tmpfs=tmp_path / "tmpfs", scratch=tmp_path / "scratch", ssh_port=22, name=A)
+    agent = Agent(settings, Identity(A, "zone-a", "127.0.9.2", A), {CLUSTER: "c", POOL: "p"}, store, Systemd())
+    first = agent._runners["first"] = agent._runner("first")
+    agent.notify(Notice(kind="rebalance", deadline=time.time() + 120))
+    second = agent._runner("second")
+    assert not any([agent.under_notice, first._metrics._hurries, second._metrics._hurries])
+    agent.notify(Notice(kind="preempt", deadline=time.time() + 120))
+    assert agent.under_notice
+    assert first._metrics._hurries
 
 
 async def test_an_agent_is_small_and_quiet(tmp_path: Path) -> None:

@@ -95,8 +95,8 @@ class Agent:
 
     @property
     def under_notice(self) -> bool:
-        """Whether the machine will be taken."""
-        return self._notice is not None
+        """Whether the machine will be taken. A rebalance recommendation alone does not say so."""
+        return self._notice is not None and self._notice.kind != "rebalance"
 
     def ranks(self) -> dict[str, dict[int, tuple[int, float, float]]]:
         """By job that has begun here: what each living worker has done in its generation, see `WorkerGroup.ranks`."""
@@ -150,7 +150,7 @@ class Agent:
         """Take a notice that counts from now on; None: it no longer holds."""
         log.warning("notice: %s", notice)
         self._notice = notice
-        for runner in self._runners.values() if notice else ():
+        for runner in self._runners.values() if self.under_notice else ():
             runner.hurry()
         self._wake.set()
 
