@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,31 @@ async def test_a_cloud_that_cannot_be_reached(proxy: Proxy, monkeypatch: pytest.
 
 
 async def test_credentials(aws: Moto, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_calls_that_hang_leave_the_event_loops_threads_to_the_bucket(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small head has six of them, and has eight calls under way if AWS hangs while machines are lost."""
+    asked: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asked.put(writer)
+        await reader.read()
+
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(6))
+    mine = AwsCloud(spec("hang"))
+    calls = [asyncio.ensure_future(mine.sizes()) for _ in range(8)]
+    connections = [await asyncio.wait_for(asked.get(), 60) for _ in range(6)]
+    try:
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "from the bucket"), 5) == "from the bucket"
+    finally:
+        server.close()
+        for connection in connections + [asked.get_nowait() for _ in range(asked.qsize())]:
+            connection.close()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
     assert await asyncio.to_thread(cloud.account, spec("who")) == moto_server.ACCOUNT
     user = "arn:aws:sts::123456789012:assumed-role/x--head/i-1"
     proxy.hook = lambda proxy, fields: refuse(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_THREADS = ThreadPoolExecutor(16, thread_name_prefix="aws")  # The head has at most eight calls under way.
 # Four attempts; the pause between them doubles, from at most 1 s. Without an answer a call fails after a minute.
 # https://docs.aws.amazon.com/sdkref/latest/guide/feature-retry-behavior.html
 _CONFIG = Config(
@@ -81,8 +83,11 @@ class Clients:
 
 
 async def ask(work: Callable[..., T], *args: Any) -> T:
-    """`work(*args)` in a thread. Raises `CloudError` for what the SDK raises."""
-    return await asyncio.to_thread(call, work, *args)
+    """`work(*args)` in a thread. Raises `CloudError` for what the SDK raises.
+
+    A call that hangs blocks none of the event loop's threads: the head needs these for the bucket.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: call(work, *args))
 
 
 def call(work: Callable[..., T], *args: Any) -> T:
