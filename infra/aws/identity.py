@@ -36,7 +36,11 @@ LOOKS = (
     "servicequotas:GetAWSDefaultServiceQuota",
     "servicequotas:GetServiceQuota",
 )
-RESIZES = ("autoscaling:SetDesiredCapacity", "autoscaling:TerminateInstanceInAutoScalingGroup")
+RESIZES = (
+    "autoscaling:ResumeProcesses",
+    "autoscaling:SetDesiredCapacity",
+    "autoscaling:TerminateInstanceInAutoScalingGroup",
+)
 
 
 def make(stack: AwsStack, bucket_arn: str) -> None:

@@ -314,7 +314,6 @@ async def test_a_cloud_that_cannot_be_reached(proxy: Proxy, monkeypatch: pytest.
         await AwsCloud(spec("away")).nodes()
 
 
-async def test_credentials(aws: Moto, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 async def test_calls_that_hang_leave_the_event_loops_threads_to_the_bucket(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +339,7 @@ async def test_calls_that_hang_leave_the_event_loops_threads_to_the_bucket(
         await asyncio.gather(*calls, return_exceptions=True)
 
 
+async def test_credentials(aws: Moto, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert await asyncio.to_thread(cloud.account, spec("who")) == moto_server.ACCOUNT
     user = "arn:aws:sts::123456789012:assumed-role/x--head/i-1"
     proxy.hook = lambda proxy, fields: refuse(
@@ -445,6 +445,38 @@ async def test_why_a_pool_is_short(aws: Moto, proxy: Proxy) -> None:
     assert await mine.sizes() == {"spot": 3}
     [gone] = await mine.problems()
     assert gone.message == "there is no Auto Scaling group short--steady; `make up` makes it"
+
+
+@pytest.mark.parametrize(
+    ("reason", "resumed"),
+    [
+        ("Administrative suspension because of failures for more than 24 hours", 1),
+        ("User suspended at 2026-11-27T08:00:00Z", 0),
+    ],
+    ids=["AWS has stopped its launches", "a person has stopped its launches"],
+)
+async def test_a_group_that_launches_nothing(aws: Moto, proxy: Proxy, reason: str, resumed: int) -> None:
+    """A zone without machines for a day must not need a person to be asked again."""
+    cluster = spec("halted", SPOT)
+    if resumed:
+        stand(aws, cluster)
+    mine = AwsCloud(cluster)
+    said: dict[str, tuple[int, list[str]]] = {"halted--spot": (2, [])}
+    describes = "DescribeAutoScalingGroups"
+    proxy.hook = lambda proxy, fields: groups(said, reason) if fields["Action"] == describes else None
+    found = await mine.problems()
+    assert len(proxy.of("ResumeProcesses")) == resumed
+    assert all(each["ScalingProcesses.member.1"] == "Launch" for each in proxy.of("ResumeProcesses"))
+    assert [reason in problem.message for problem in found] == [True] * (1 - resumed)
+
+    def refused(proxy: Proxy, fields: dict[str, str]) -> web.Response | None:
+        if fields["Action"] == "ResumeProcesses":
+            return refuse("AccessDenied", "not authorized to perform: autoscaling:ResumeProcesses")
+        return groups(said, reason) if fields["Action"] == describes else None
+
+    proxy.hook = refused
+    [problem] = await mine.problems()
+    assert f"halted--spot launches nothing ({reason}): 2 missing; `aws autoscaling resume-processes" in problem.message
 
 
 async def test_a_failure_from_before_a_pool_had_its_size_explains_nothing(aws: Moto, proxy: Proxy) -> None:

@@ -72,11 +72,16 @@ def refuse(code: str, message: str, status: int = 400) -> web.Response:
     return web.Response(status=status, text=xml, content_type="text/xml")
 
 
-def groups(sizes: dict[str, tuple[int, list[str]]]) -> web.Response:
-    """What Auto Scaling says of groups: names, each with its size and the machines that it counts."""
+def groups(sizes: dict[str, tuple[int, list[str]]], suspended: str = "") -> web.Response:
+    """What Auto Scaling says of groups: names, each with its size and the machines that it counts.
+
+    suspended: why the groups launch no machines; empty: they do.
+    """
+    stopped = f"<ProcessName>Launch</ProcessName><SuspensionReason>{escape(suspended)}</SuspensionReason>"
+    stopped = f"<member>{stopped}</member>" if suspended else ""
     listed = "".join(
         f"<member><AutoScalingGroupName>{name}</AutoScalingGroupName><DesiredCapacity>{size}</DesiredCapacity>"
-        f"<MinSize>0</MinSize><MaxSize>9</MaxSize><SuspendedProcesses/>"
+        f"<MinSize>0</MinSize><MaxSize>9</MaxSize><SuspendedProcesses>{stopped}</SuspendedProcesses>"
         "<AvailabilityZones><member>us-east-1a</member></AvailabilityZones><Instances>"
         + "".join(
             f"<member><InstanceId>{machine}</InstanceId><LifecycleState>InService</LifecycleState></member>"

@@ -295,7 +295,7 @@ def test_the_head_may_that_and_size_its_own_groups(cluster: Cluster) -> None:
         (list(identity.SESSIONS), "*", None),
         (list(identity.LOOKS), "*", None),
         (
-            ["autoscaling:SetDesiredCapacity", "autoscaling:TerminateInstanceInAutoScalingGroup"],
+            list(identity.RESIZES),
             f"arn:aws:autoscaling:{ours}:autoScalingGroup:*:autoScalingGroupName/demo--*",
             None,
         ),
@@ -336,7 +336,7 @@ def test_the_head_may_do_what_its_cloud_module_asks_and_no_more(cluster: Cluster
             r"\b(ec2|autoscaling|fis|quotas)\.((?!exceptions)\w+)(?:\(\"(\w+)\"\))?", source
         )
         if called in ("get_paginator", "set_desired_capacity", "terminate_instance_in_auto_scaling_group")
-        or re.match(r"(create|delete|describe|get|start|list)_\w+", called)
+        or re.match(r"(create|delete|describe|get|list|resume|start)_\w+", called)
     }
     calls = {call.replace("GetAws", "GetAWS") for call in calls}
     # Each tags what it makes, and gives it a role to act in, which the service's own comes before.

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from botocore.exceptions import ClientError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _GROUPS, _MACHINES, _ACTIVITIES = 50, 1000, 100  # the most that AWS gives at once
 _BLOCKS_FOR = 600.0  # seconds to keep the ends of Capacity Blocks
 _LOOK_BACK = 900.0  # seconds; a new head counts launches that failed up to this long before its start
+_BY_A_PERSON = "User suspended"  # the beginning of Auto Scaling's reason if a person has suspended a process
 _GONE = "No managed instance found"  # Auto Scaling's message if a machine has already left its group
 log = logging.getLogger(__name__)
 
@@ -238,11 +240,30 @@ class AwsCloud:
                 self._last_full[pool.name] = now
                 continue
             since = self._last_full.setdefault(pool.name, now - _LOOK_BACK)
+            group = self._resumed(group)
             problem = activities.problem(pool, group, self._activities(group.name), since, now, last)
             if problem is not None:
                 found[pool.name] = problem
         self._problems = found
         return list(found.values())
+
+    def _resumed(self, group: ScalingGroup) -> ScalingGroup:
+        """The group, which launches machines again if AWS has stopped that: it does so after a day without success.
+
+        https://docs.aws.amazon.com/autoscaling/ec2/userguide/as-suspend-resume-processes.html
+        """
+        if group.suspended is None or group.suspended.startswith(_BY_A_PERSON):
+            return group
+        try:
+            call(
+                lambda: self._clients.autoscaling.resume_processes(
+                    AutoScalingGroupName=group.name, ScalingProcesses=["Launch"]
+                )
+            )
+        except CloudError as error:
+            log.warning("%s", error)
+            return group
+        return replace(group, suspended=None)
 
     def _activities(self, group: str) -> Iterator[ActivityTypeDef]:
         """Newest first. Each page is requested when it is needed, because AWS keeps six weeks of activities."""
