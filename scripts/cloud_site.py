@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ END = 1200.0  # seconds to wait for machines that shut down; those with 8 GPUs t
 PAUSE = 10.0  # seconds between two looks at these machines
 TRIES = 3  # to destroy stack pools
 _LISTED = 10  # names in a message
+_ALIVE = ("provisioning", "running")  # the states of machines that have not begun to end
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,22 @@ class CloudSite:
                 f"{self.file}: {', '.join(changes)}: this cannot change while the cluster is up; run"
                 f" `{self._make('down')}` first"
             )
+        self._refuse_ends(before)
+
+    def _refuse_ends(self, before: ClusterSpec) -> None:
+        """Raise `SpotrunError` if the change would end machines at once: jobs would lose them without a drain."""
+        most = limits(before, self.cluster)
+        if not most:
+            return
+        with cloud.asking(before) as ask:
+            there = Counter(node.pool for node in ask(lambda each: each.nodes()) if node.state in _ALIVE)
+        over = [pool for pool in most if there[pool] > most[pool]]
+        if over:
+            found = (f"pool {pool} has {there[pool]} machines and could keep {most[pool]}" for pool in over)
+            raise SpotrunError(
+                f"{self.file}: {'; '.join(found)}: the cloud would end the others at once. Wait until the jobs have"
+                f" ended, or stop them first: `{self._make('stop')}`"
+            )
 
     def _refuse_contents(self) -> None:
         """Raise `SpotrunError` that names what spotrun must not delete from the bucket: checkpoints, users' data."""
@@ -201,6 +219,22 @@ def rebuilds(before: ClusterSpec, after: ClusterSpec) -> list[str]:
     return [*changed, *(f"zone {zone} is not used any more" for zone in left)]
 
 
+def limits(before: ClusterSpec, after: ClusterSpec) -> dict[str, int]:
+    """By pool: how many machines could stay, if Terraform's changes may end some. Pure.
+
+    A group that goes takes its machines with it. AWS ends what is more than a group's new `MaxSize`, and replaces what
+    is not of its new market: https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_UpdateAutoScalingGroup.html
+    """
+    found: dict[str, int] = {}
+    for old in before.pools:
+        new, aws = after.pool(old.name), after.cloud == "aws"
+        if new is None or (new.market != old.market if aws else new.zone != old.zone):
+            found[old.name] = 0
+        elif aws and new.max < old.max:
+            found[old.name] = new.max
+    return found
+
+
 def _destroy_pools(cluster: ClusterSpec, terraform: stacks.Stacks, ask: cloud.Ask) -> None:
     """Destroy stack pools, on AWS again after the last machine has ended. Raises `CloudError`.
 
@@ -237,7 +271,7 @@ def _place(cluster: ClusterSpec, bucket: str) -> stacks.Place:
 def _machines(ask: cloud.Ask) -> list[str]:
     """Names of the machines. Raises `CloudError` also if one zone does not answer: it may have machines."""
     nodes = ask(lambda each: each.nodes())
-    return [node.name for node in nodes if node.state in ("provisioning", "running")]
+    return [node.name for node in nodes if node.state in _ALIVE]
 
 
 def _of_machines(cluster: ClusterSpec, store: Store) -> list[str]:

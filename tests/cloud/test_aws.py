@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from scripts.cloud_site import CloudSite
 from spotrun import cloud
 from spotrun.cloud import Instance, Shortfall, prices
 from spotrun.cloud.aws import AwsCloud
-from spotrun.errors import CloudError, CredentialsError
+from spotrun.errors import CloudError, CredentialsError, SpotrunError
 from spotrun.spec import ClusterSpec, names
 from tests.fakes import moto_server
 from tests.fakes.aws_proxy import Proxy, groups, refuse
@@ -445,6 +446,23 @@ async def test_why_a_pool_is_short(aws: Moto, proxy: Proxy) -> None:
     assert await mine.sizes() == {"spot": 3}
     [gone] = await mine.problems()
     assert gone.message == "there is no Auto Scaling group short--steady; `make up` makes it"
+
+
+@pytest.mark.usefixtures("proxy")
+async def test_up_refuses_to_end_machines_that_train(aws: Moto) -> None:
+    """AWS ends at once what is more than a group's new size. It sends no notice then, and the head drains nothing."""
+    cluster, smaller = spec("smaller"), spec("smaller", SPOT | {"max": 2}, STEADY)
+    stand(aws, cluster)
+    mine, site = AwsCloud(cluster), CloudSite(smaller, "c.yaml")
+    await mine.resize("spot", 2)
+    await asyncio.to_thread(site._refuse_ends, cluster)
+    await mine.resize("spot", 3)
+    said = r"^c\.yaml: pool spot has 3 machines and could keep 2: the cloud would end the others at once.*`make stop"
+    with pytest.raises(SpotrunError, match=said):
+        await asyncio.to_thread(site._refuse_ends, cluster)
+    assert len((await named(mine))["spot"]) == 3
+    aws.client("autoscaling").update_auto_scaling_group(AutoScalingGroupName="smaller--spot", MaxSize=2)
+    assert len((await named(mine))["spot"]) == 2  # so does Terraform
 
 
 @pytest.mark.parametrize(

@@ -377,6 +377,23 @@ def test_changes_that_a_cluster_that_is_up_cannot_take(change: str, said: list[s
     assert cloud_site.rebuilds(spec(tmp_path), spec(tmp_path, text)) == said
 
 
+LIMITS: dict[str, tuple[str, str, str, dict[str, int]]] = {
+    "nothing changes": (AWS, "max: 4", "max: 4", {}),
+    "a pool may have more machines": (AWS, "max: 4", "max: 8", {}),
+    "a pool may have fewer machines": (AWS, "max: 4", "max: 2", {"spot": 2}),
+    "a pool may have fewer machines on Google Cloud, where only the head counts them": (GCP, "max: 4", "max: 2", {}),
+    "a pool has another name": (AWS, "name: spot", "name: other", {"spot": 0}),
+    "a pool gets another market": (AWS, "max: 4", "max: 4, market: on-demand", {"spot": 0}),
+    "a pool gets another zone on Google Cloud": (GCP, "us-central1-a", "us-central1-b", {"spot": 0}),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_how_many_machines_a_change_leaves(name: str, tmp_path: Path) -> None:
+    text, old, new, expected = LIMITS[name]
+    assert cloud_site.limits(spec(tmp_path, text), spec(tmp_path, text.replace(old, new, 1))) == expected
+
+
 def test_up_refuses_what_cannot_change(aws: Moto, tmp_path: Path) -> None:
     bucket(tmp_path).put(cluster_key("c"), spec(tmp_path).document().encode())
     changed = AWS + "network: {nat: false}\n"
