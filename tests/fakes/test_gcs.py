@@ -16,7 +16,7 @@ import obstore
 import pytest
 from obstore.exceptions import BaseError
 
-from spotrun.errors import NotFound, StoreError
+from spotrun.errors import NotFound, StoreError, UploadStopped
 from spotrun.store import Store
 from tests.fakes import gcs as fakegcs
 from tests.fakes.gcs import FakeGcs
@@ -47,6 +47,18 @@ def test_what_is_put_is_got(store: Store, gcs: FakeGcs, tmp_path: Path, key: str
     assert (tmp_path / "x").read_bytes() == b"two"
     assert gcs.keys("bucket") == [key]
     assert gcs.keys("other") == []
+
+
+def test_a_small_file_takes_one_request(store: Store, gcs: FakeGcs, tmp_path: Path) -> None:
+    """A job may leave 20,000 files, and each request takes its time."""
+    (tmp_path / "x").write_bytes(b"x" * 1000)
+    (tmp_path / "empty").touch()
+    store.keep("small", tmp_path / "x", lambda: False)
+    store.keep("empty", tmp_path / "empty", lambda: False)
+    assert gcs.requests == [("PUT", "/bucket/small"), ("PUT", "/bucket/empty")]
+    with pytest.raises(UploadStopped, match="the upload of x was stopped"):
+        store.keep("stopped", tmp_path / "x", lambda: True)
+    assert gcs.keys("bucket") == ["empty", "small"]
 
 
 @pytest.mark.parametrize("size", [0, 1, fakegcs.PART, 3 * fakegcs.PART + 17], ids=str)

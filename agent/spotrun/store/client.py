@@ -106,7 +106,7 @@ class Store:
             if isinstance(data, Path):
                 # At most 10,000 parts: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html, GCS alike
                 part = max(_PART, data.stat().st_size // 9000)
-                source = data if stopped is None else _read_parts(data, part, stopped)
+                source = data if stopped is None else _parts(data, part, stopped)
                 obstore.put(self._store, key, source, tags=tags, chunk_size=part)
             else:
                 obstore.put(self._quick if len(data) <= _SMALL else self._store, key, data, tags=tags)
@@ -267,11 +267,18 @@ class Store:
             return False
 
 
+def _parts(path: Path, size: int, stopped: Callable[[], bool]) -> Path | Iterator[bytes]:
+    """What to upload. An iterator takes three requests at least, so a file of one part is uploaded as it is."""
+    if path.stat().st_size > size:
+        return _read_parts(path, size, stopped)
+    _check(path, stopped)
+    return path
+
+
 def _read_parts(path: Path, size: int, stopped: Callable[[], bool]) -> Iterator[bytes]:
     with path.open("rb") as file:
         while data := file.read(size):
-            if stopped():
-                raise UploadStopped(f"the upload of {path.name} was stopped")
+            _check(path, stopped)
             yield data
 
 
