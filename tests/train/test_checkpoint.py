@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from spotrun.errors import CorruptError, SpotrunError, StoreError
+from spotrun.node import memory
 from spotrun.state import checkpoints, shards, slots
 from spotrun.state.control import Context
 from spotrun.store import Store, checkpoint_key
@@ -29,8 +30,11 @@ from spotrun.train.restore import Found, restore
 from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer
 from spotrun.wire import FileRef, Manifest, StateRef
+from tests.fakes.node import small_memory
 from tests.train.blocks import block
 from tests.train.forks import forked
+
+State = Callable[[int], dict[str, Any]]
 
 
 def state_at(step: int) -> dict[str, Any]:
@@ -42,12 +46,24 @@ def state_at(step: int) -> dict[str, Any]:
     }
 
 
-def save(store: Store, tmp_path: Path, step: int, generation: int = 1, parts: int = 3, manifest: bool = True) -> None:
+def snapshot(folder: Path, step: int, generation: int = 1, state: State = state_at) -> None:
+    writer = Writer(folder, "job", generation, block())
+    writer.take(step, lambda encoder: encoder.encode(state(step), "state"), set(), wait=True)
+    writer.settle()
+
+
+def save(
+    store: Store,
+    tmp_path: Path,
+    step: int,
+    generation: int = 1,
+    parts: int = 3,
+    manifest: bool = True,
+    state: State = state_at,
+) -> None:
     """What the nodes and the head do together to make a checkpoint."""
     folder = tmp_path / f"node-{generation}-{step}"
-    writer = Writer(folder, "job", generation, block())
-    writer.take(step, lambda encoder: encoder.encode(state_at(step), "state"), set(), wait=True)
-    writer.settle()
+    snapshot(folder, step, generation, state)
     slot = slots.newest(folder, "job")[0][0]
     files = []
     for index in range(parts):
@@ -310,6 +326,32 @@ def test_complete_and_prune(store: Store, tmp_path: Path, caplog: pytest.LogCapt
     folder.mkdir()
     download.fetch(store, "job", 25, folder, 0)
     check(folder, 0, 25)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_checkpoint_is_restored_in_the_memory_of_two_snapshots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """That is what the agent has checked. It ends workers that leave no memory free and have other files there."""
+    large: State = lambda step: {"note": step, "weight": torch.full((13 << 18,), float(step))}  # noqa: E731
+    store, job, strays = Store(str(tmp_path / "bucket")), tmp_path / "memory", list[Path]()
+    save(store, tmp_path, 10, parts=parts, state=large)
+    job.mkdir()
+    part = Store.part
+
+    def look(self: Store, key: str, start: int, end: int) -> bytes:
+        strays.extend(memory.strays(job))
+        return part(self, key, start, end)
+
+    monkeypatch.setattr(Store, "part", look)
+    with small_memory(job):  # 32 MiB; the state has 13
+        snapshot(job / "slots", 4, state=large)
+        snapshot(job / "slots", 5, state=large)
+        found = restore(dataclasses.replace(context(tmp_path, (1, 10)), slots=str(job / "slots")), 0, None)
+        assert found is not None
+        assert (found.record.step, decode(found.record.state, found.tensors.tensor)["note"]) == (10, 10)
+        del found
+    assert strays == []
 
 
 def test_prune_of_nothing(store: Store) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
@@ -167,14 +166,3 @@ def _write_shard(source: Path, begin: int, entries: Sequence[Entry], target: Pat
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
             out.write(view[begin + entries[0].start : begin + entries[-1].stop])
-
-
-def append(shard: Path, entries: Sequence[Entry], target: Path) -> None:
-    """Append a shard's tensors to `target`. Raises `CorruptError` if they are not `entries`."""
-    found, begin = read_header(shard)
-    wanted = [(entry.name, entry.dtype, entry.shape) for entry in entries]
-    if [(entry.name, entry.dtype, entry.shape) for entry in found] != wanted:
-        raise CorruptError(f"{shard.name} holds other tensors than the checkpoint's state says")
-    with shard.open("rb") as file, target.open("ab") as out:
-        file.seek(begin)
-        shutil.copyfileobj(file, out, 8 << 20)

@@ -161,17 +161,18 @@ class Store:
             raise ConflictError(f"{self.url}: another process has written {key}") from None
 
     def fetch(self, key: str, path: Path) -> None:
-        """Download an object into a file, in ranges, some at a time. Raises `NotFound`.
-
-        Each range is a request of its own: obstore cancels a request after three minutes, even if data still arrives.
-        """
+        """Download an object into a file. Raises `NotFound`."""
         size = self.size(key)
-        with self._asking("read", key), path.open("wb") as file, ThreadPoolExecutor(_AT_ONCE) as pool:
+        with self._asking("read", key), path.open("wb") as file:
+            self._ranges(key, 0, size, lambda at, data: os.pwrite(file.fileno(), data, at))
 
-            def get(start: int) -> None:
-                os.pwrite(file.fileno(), self.part(key, start, min(start + _RANGE, size)), start)
+    def read_into(self, key: str, start: int, into: memoryview) -> None:
+        """Download the object's bytes from `start` on, as many as `into` has room for. Raises `NotFound`."""
 
-            list(pool.map(get, range(0, size, _RANGE)))
+        def keep(at: int, data: bytes) -> None:
+            into[at - start : at - start + len(data)] = data
+
+        self._ranges(key, start, start + len(into), keep)
 
     def size(self, key: str) -> int:
         """The number of the object's bytes. Raises `NotFound`."""
@@ -221,6 +222,15 @@ class Store:
         for key in keys:
             with self._asking("delete", key), contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._quick, key)
+
+    def _ranges(self, key: str, start: int, stop: int, take: Callable[[int, bytes], object]) -> None:
+        """Download these bytes of an object, some ranges at a time. take: called with the place of each, and its bytes.
+
+        Each range is a request of its own: obstore cancels a request after three minutes, even if data still arrives.
+        """
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            get = lambda at: take(at, self.part(key, at, min(at + _RANGE, stop)))  # noqa: E731
+            list(pool.map(get, range(start, stop, _RANGE)))
 
     @contextlib.contextmanager
     def _asking(self, verb: str, key: str, *kept: type[Exception]) -> Iterator[None]:
@@ -280,6 +290,11 @@ def _read_parts(path: Path, size: int, stopped: Callable[[], bool]) -> Iterator[
         while data := file.read(size):
             _check(path, stopped)
             yield data
+
+
+def _check(path: Path, stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise UploadStopped(f"the upload of {path.name} was stopped")
 
 
 def _version(found: Any) -> Version:
