@@ -10,12 +10,15 @@ import pytest
 
 from spotrun.head.agents import Agents
 from spotrun.head.job_state import AbortSave, Action, Ending, Finish, JobState, Resume, Save, Saving, apply
+from spotrun.head.journal import Journal
 from spotrun.head.planner.plan import plan
 from spotrun.head.presence import Presence
 from spotrun.head.status import conditions
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
+from spotrun.store import Store, checkpoint_key
 from spotrun.wire import JobReport, Manifest, Part, StateRef, Trouble
+from tests.fakes import gcs
 from tests.head.views import NOW, A, B, C, job, node, view
 from tests.head.world import World
 
@@ -191,3 +194,43 @@ async def test_a_new_head_does_not_wait_for_a_checkpoint_that_is_complete(
         assert found.newest == (1, completed)
     else:
         assert found.saving == Saving(ref=REF, holders=(A, B), since=now)
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["the only one", "one of two"])
+async def test_a_job_whose_checkpoint_is_broken_does_not_begin_again(tmp_path: Path, older: bool) -> None:
+    """Its workers are told of the checkpoint. They end, and say what they cannot read (`train.restore`)."""
+    world = World(tmp_path)
+    state, now = await world.started(), world.clock()
+    refs = (REF, StateRef(generation=1, step=24)) if older else (REF,)
+    for ref in refs[::-1]:
+        manifest = Manifest(job=state.id, generation=1, step=ref.step, created=now, files=())
+        await world.head.journal.complete(manifest, keep=3)
+    world.head.journal.forget(state.id)
+    await world.head.journal.write(state.replace(checkpoints=refs), [], now)
+    world.store.put(checkpoint_key(state.id, REF.step), b"junk")
+    world.new_head(2)
+    found, _ = await world.head.journal.take_up(state.id, 2, now)
+    assert found.checkpoints == refs[-1:]
+
+
+async def test_the_finished_state_takes_the_place_of_one_that_has_made_as_many_steps(tmp_path: Path) -> None:
+    """The last generation before was interrupted after its last step, such as in an evaluation, and its state saved."""
+    journal = Journal(Store(str(tmp_path)), "c")
+    for generation in (1, 2):
+        manifest = Manifest(job="j", generation=generation, step=48, created=1.0, files=())
+        assert await journal.complete(manifest, keep=3) == [StateRef(generation=generation, step=48)]
+
+
+async def test_a_checkpoint_counts_even_if_older_ones_cannot_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as by a rule of the account. Otherwise no checkpoint counts any more, and the job fails at its end."""
+    with gcs.running("bucket") as bucket:
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)
+        bucket.guard = lambda request, *_: request.method != "DELETE"
+        journal = Journal(Store("gs://bucket"), "c")
+        for step in (1, 2, 3):
+            manifest = Manifest(job="j", generation=1, step=step, created=1.0, files=())
+            assert (await journal.complete(manifest, keep=1))[0] == StateRef(generation=1, step=step)
+        bucket.guard = None
+        manifest = Manifest(job="j", generation=1, step=4, created=1.0, files=())
+        assert await journal.complete(manifest, keep=1) == [StateRef(generation=1, step=4)]

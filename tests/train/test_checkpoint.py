@@ -74,7 +74,7 @@ def save(
             files.append(FileRef(name=name, size=size, xxh3=xxh3))
     if manifest:
         document = Manifest(job="job", generation=generation, step=step, created=time.time(), files=tuple(files))
-        assert store.create(checkpoint_key("job", step), document.model_dump_json().encode())
+        checkpoints.publish(store, document)
 
 
 @pytest.fixture
@@ -313,6 +313,7 @@ def test_complete_and_prune(store: Store, tmp_path: Path, caplog: pytest.LogCapt
     save(store, tmp_path, 35, generation=2, manifest=False)
     store.put(checkpoint_key("job", 40), b"junk")
     store.put(checkpoint_key("job", 25, "g1-state.json"), b"left by a generation that died here")
+    store.put(checkpoint_key("job", 30, "g3-state-of-00001.json"), b"may still be on its way")
     store.put("jobs/job/checkpoints/readme.txt", b"someone's note")
     order = [StateRef(generation=g, step=s) for g, s in ((2, 25), (1, 30), (1, 20), (1, 10))]
     assert checkpoints.list_complete(store, "job") == order
@@ -322,10 +323,34 @@ def test_complete_and_prune(store: Store, tmp_path: Path, caplog: pytest.LogCapt
     steps = {int(key.split("/")[3]) for key in store.list("jobs/job/checkpoints") if key.count("/") == 4}
     assert steps == {25, 30, 35}  # 35 may still be on its way
     assert not store.exists(checkpoint_key("job", 25, "g1-state.json"))
+    assert store.exists(checkpoint_key("job", 30, "g3-state-of-00001.json"))
     folder = tmp_path / "slots"
     folder.mkdir()
     download.fetch(store, "job", 25, folder, 0)
     check(folder, 0, 25)
+
+
+def test_a_later_generation_that_ends_at_the_same_step_counts(store: Store, tmp_path: Path) -> None:
+    """The first one had made the last step, but its script had not ended: its state was not the finished one."""
+    save(store, tmp_path, 10)
+    save(store, tmp_path, 10, generation=2, state=lambda step: state_at(step) | {"note": "finished"})
+    late = Manifest(job="job", generation=1, step=10, created=0.0, files=())
+    checkpoints.publish(store, late)
+    checkpoints.prune(store, "job", 3)
+    assert checkpoints.list_complete(store, "job") == [StateRef(generation=2, step=10)]
+    folder = tmp_path / "slots"
+    folder.mkdir()
+    record = download.fetch(store, "job", 10, folder, 0)
+    assert (record.generation, record.state["note"]) == (2, "finished")
+    assert [key for key in store.list("jobs") if "/g1-" in key] == []
+
+
+def test_a_broken_manifest_is_replaced_unless_a_later_version_has_written_it(store: Store) -> None:
+    new = Manifest(job="job", generation=1, step=10, created=0.0, files=())
+    for text, stays in ((b"junk", False), (b'{"format": 99}', True)):
+        store.put(checkpoint_key("job", 10), text)
+        checkpoints.publish(store, new)
+        assert (store.get(checkpoint_key("job", 10)) == text) == stays
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -10,7 +10,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from spotrun.errors import StoreError
+from spotrun.errors import ConflictError, StoreError
 from spotrun.head.job_state import JobState, saved
 from spotrun.head.journal import Journal
 from spotrun.wire import JobReport, Manifest, Part, StateRef
@@ -62,7 +62,7 @@ class Completions:
     async def _complete(self, manifest: Manifest, keep: int) -> Completed | None:
         try:
             return manifest, tuple(await self._journal.complete(manifest, keep))
-        except StoreError as error:
+        except (StoreError, ConflictError) as error:
             log.warning("%s", error)
             await asyncio.sleep(AGAIN)
             return None

@@ -242,7 +242,7 @@ def saved(job: JobState, complete: tuple[StateRef, ...], manifest: Manifest, now
     """The job after `manifest` was written. complete: the complete ones, newest first. took: s of its slowest part."""
     ref = StateRef(generation=manifest.generation, step=manifest.step)
     saving = None if job.saving and job.saving.ref == ref else job.saving
-    # An older generation may have completed the same step: then the bucket has that state under that name.
+    # A later version may have written a manifest for the same step: it is not replaced, and counts as this one.
     known = complete if ref in complete else (ref, *complete)
     if not took and job.saving and not saving:
         took = now - job.saving.since  # an upper limit: an agent of an older version does not report `took`

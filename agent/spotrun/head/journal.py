@@ -13,13 +13,13 @@ from itertools import islice
 from operator import attrgetter
 from weakref import WeakValueDictionary
 
-from spotrun.errors import JobNotFound, UnreadableError
+from spotrun.errors import JobNotFound, StoreError, UnreadableError
 from spotrun.head.events import Event, read_events
 from spotrun.head.fenced import FencedStore
 from spotrun.head.job_state import ENDED, JobState, by_clock
 from spotrun.head.timeline import Timeline, read
 from spotrun.state import checkpoints
-from spotrun.store import Store, checkpoint_key, job_key, queue_key, up_key
+from spotrun.store import Store, job_key, queue_key, up_key
 from spotrun.wire import Manifest, QueueRecord, StateRef, problem, read_queue
 
 log = logging.getLogger(__name__)
@@ -212,6 +212,9 @@ class Journal:
             timeline = read(await self._fenced.find(job_key(job, "timeline.json")), state.counted_at)
         complete = await asyncio.to_thread(checkpoints.list_complete, self.store, job, strict=True)
         self._written.pop(job, None)
+        # If none is complete any more, the workers are told of those that were: they say what cannot be read. Otherwise
+        # the job would begin again at step 0, and its next checkpoint would remove what can be repaired.
+        complete = complete or list(state.checkpoints)
         # With the new epoch this state differs from the last one, so an older head that still runs cannot replace it.
         state = state.replace(checkpoints=tuple(complete), epoch=epoch, timeline=timeline)
         if (kept := state.kept_node) and (most := state.spec.keep_on_failure):
@@ -290,12 +293,13 @@ class Journal:
     async def complete(self, manifest: Manifest, keep: int) -> list[StateRef]:
         """Write a checkpoint's manifest and prune older checkpoints. Returns those that count now, newest first.
 
-        The manifest is only created, never replaced: the first generation that completes a step keeps that step. The
-        files that another generation has for that step are pruned.
+        The checkpoint counts even if the bucket refuses to remove older ones.
         """
-        key = checkpoint_key(manifest.job, manifest.step)
-        await asyncio.to_thread(self.store.create, key, manifest.model_dump_json().encode())
-        await asyncio.to_thread(checkpoints.prune, self.store, manifest.job, keep)
+        await asyncio.to_thread(checkpoints.publish, self.store, manifest)
+        try:
+            await asyncio.to_thread(checkpoints.prune, self.store, manifest.job, keep)
+        except StoreError as error:
+            log.warning("job %s: older checkpoints stay until the next one is complete: %s", manifest.job, error)
         return await asyncio.to_thread(checkpoints.list_complete, self.store, manifest.job)
 
 

@@ -1,7 +1,7 @@
 """Checkpoints in the bucket: which are complete, and removing old ones. No torch: the head imports this.
 
 A checkpoint is complete when it has a manifest, which lists every file with size and checksum. The head writes the
-manifest last, once all parts are in the bucket (`head/orders.py`), and never replaces it.
+manifest last, once all parts are in the bucket (`head/orders.py`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,20 @@ def list_complete(store: Store, job: str, strict: bool = False) -> list[StateRef
     return sorted(refs, key=lambda ref: (ref.generation, ref.step), reverse=True)
 
 
+def publish(store: Store, manifest: Manifest) -> None:
+    """Write a manifest. It takes the place of an older generation's manifest for the same step.
+
+    If a generation ends after the last step but before the end of the script, the next one makes no further step. But
+    its state is the finished one. Raises `ConflictError` if another head writes the manifest at the same time.
+    """
+    key, data = checkpoint_key(manifest.job, manifest.step), manifest.model_dump_json().encode()
+    if store.create(key, data):
+        return
+    found, version = store.read(key)
+    if found is None or _is_older(found, manifest):
+        store.replace(key, data, version)
+
+
 def prune(store: Store, job: str, keep: int) -> None:
     """Remove complete checkpoints except the newest `keep`, and the files of older incomplete ones.
 
@@ -56,7 +70,7 @@ def prune(store: Store, job: str, keep: int) -> None:
             continue
         if step in kept:
             listed = {"manifest.json", *(file.name for file in manifests[step].files)}
-            doomed = sorted(names - listed)
+            doomed = sorted(name for name in names - listed if _newest_file(step, {name}) <= newest)
         elif step in manifests or _newest_file(step, names) < newest:
             doomed = sorted(names, key=lambda name: name != "manifest.json")
         else:
@@ -71,13 +85,25 @@ def read_manifest(store: Store, job: str, step: int) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
-        kind = _Newer if any(each["loc"] == ("format",) for each in error.errors()) else ValueError
+        kind = _Newer if _has_newer_format(error) else ValueError
         raise kind(f"{key} is not a manifest: {problem(error)}") from None
     if (manifest.job, manifest.step) != (job, step):
         raise ValueError(f"{key} is of job {manifest.job}, step {manifest.step}")
     if any(not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", file.name) for file in manifest.files):
         raise ValueError(f"{key} lists a file outside its folder")
     return manifest
+
+
+def _is_older(text: bytes, manifest: Manifest) -> bool:
+    """Whether this manifest is of an older generation, or is no manifest."""
+    try:
+        return Manifest.model_validate_json(text).generation < manifest.generation
+    except ValidationError as error:
+        return not _has_newer_format(error)
+
+
+def _has_newer_format(error: ValidationError) -> bool:
+    return any(each["loc"] == ("format",) for each in error.errors())
 
 
 def _newest_file(step: int, names: set[str]) -> tuple[int, int]:
