@@ -11,11 +11,11 @@ from typing import Any
 from scripts import control, provenance, run_show, runs
 from scripts.make_command import make_command
 from scripts.site import Site
-from spotrun.errors import ConflictError, SpotrunError
+from spotrun.errors import ConflictError, JobNotFound, SpotrunError, UnreadableError
 from spotrun.head.job_state import JobState
 from spotrun.history.provenance import MOST, Note, Remarks
 from spotrun.store import Store, code_key, job_key, queue_key, remarks_key
-from spotrun.wire import read_queue
+from spotrun.wire import problem, read_queue
 
 TRIES = 5  # to change a document that another person changes at the same time
 LONGEST = 2000  # characters of a note
@@ -90,6 +90,7 @@ def remove(site: Site, job: str, force: bool, ask: Callable[[str], str] = input)
     what = run_show.objects(job, sizes)
     if not force:
         _ask(job, what, ask)
+        _refuse(store, site, runs.state(store, cluster, job))  # much may have changed before the answer came
     # The state goes last. If this removal fails before that, the next one still finds the run and removes the rest.
     last = job_key(job, "state.json")
     store.delete([key for key in sizes if key != last])
@@ -116,7 +117,11 @@ def _ask(job: str, what: dict[str, Any], ask: Callable[[str], str]) -> None:
 
 def _refuse(store: Store, site: Site, state: JobState) -> None:
     """Raise `SpotrunError` if a run must stay."""
-    queue = read_queue(store.find(queue_key(site.cluster.name)))
+    key = queue_key(site.cluster.name)
+    try:
+        queue = read_queue(store.find(key))
+    except ValueError as error:
+        raise SpotrunError(f"{state.id} stays: {key} cannot be read: {problem(error)}") from None
     if not state.over or state.id in (*queue.jobs, *queue.held):
         held = state.id in queue.held and not state.over
         why = (
@@ -131,8 +136,10 @@ def _refuse(store: Store, site: Site, state: JobState) -> None:
     for other in (*queue.jobs, *queue.held):
         try:
             needs = runs.state(store, site.cluster.name, other)
-        except SpotrunError:
+        except JobNotFound:
             continue
+        except UnreadableError as error:
+            raise SpotrunError(f"{state.id} stays: {other}, which has not ended, may need its files: {error}") from None
         if state.id in (
             *needs.after,
             *(each.job for each in needs.inputs),

@@ -338,6 +338,30 @@ def test_rm_keeps_what_another_job_waits_for(two: Store) -> None:
         run_changes.remove(Here(two), A, True)
 
 
+def test_rm_looks_again_when_its_question_is_answered(two: Store) -> None:
+    """Meanwhile, another person has relaunched the job."""
+    before = two.list("jobs")
+
+    def relaunch(_: str) -> str:
+        two.put(queue_key("c"), QueueRecord(jobs=(A,)).model_dump_json().encode())
+        return A
+
+    with pytest.raises(SpotrunError, match="has not ended"):
+        run_changes.remove(Here(two), A, False, relaunch)
+    assert two.list("jobs") == before
+
+
+def test_rm_keeps_what_a_job_may_need_that_cannot_be_read(two: Store) -> None:
+    two.put(queue_key("c"), QueueRecord(jobs=(B,)).model_dump_json().encode())
+    two.put(job_key(B, "state.json"), b'{"format": 99}')
+    with pytest.raises(SpotrunError, match=f"{A} stays: {B}, which has not ended, may need its files: .*state.json"):
+        run_changes.remove(Here(two), A, True)
+    two.put(queue_key("c"), b"{")
+    with pytest.raises(SpotrunError, match=f"{A} stays: .*queue.json cannot be read"):
+        run_changes.remove(Here(two), A, True)
+    assert two.exists(job_key(A, "state.json"))
+
+
 def test_what_a_rerun_says(two: Store) -> None:
     state = runs.state(two, "c", A)
     state = state.replace(spec=state.spec.model_copy(update={"requirements": ("a==1", "b>=2")}))
