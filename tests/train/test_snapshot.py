@@ -168,6 +168,15 @@ def test_tensors_survive_and_any_tool_reads_them(tmp_path: Path) -> None:
     assert torch.equal(loaded["state.torch.bfloat16"], state["torch.bfloat16"])
 
 
+def test_views_of_one_memory_with_other_values_are_kept_apart() -> None:
+    """A conjugate is a view that torch resolves when it is read."""
+    tensor = torch.randn(4, dtype=torch.complex64)
+    views = {"plain": tensor, "conjugate": tensor.conj(), "imaginary": tensor.imag, "negative": tensor.conj().imag}
+    found = round_trip(views)
+    for name, view in views.items():
+        assert torch.equal(found[name], view), name
+
+
 def test_loaded_tensors_are_copies(tmp_path: Path) -> None:
     writer = write(tmp_path, 1, {"x": torch.ones(4)})
     found = read(tmp_path)

@@ -122,7 +122,8 @@ class Encoder:
             raise SpotrunError(
                 f"{path} is a tensor that a snapshot cannot hold ({what}); use a dense one of a usual dtype"
             )
-        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        views = tensor.is_conj(), tensor.is_neg()  # the same memory, with other values
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), views)
         if tensor.numel() and key in self._seen:
             return self._seen[key]
         name = path
