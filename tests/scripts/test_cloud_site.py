@@ -19,6 +19,7 @@ from scripts.ssh import Unreachable
 from scripts.transports import Iap, Ssm
 from spotrun.errors import CloudError, SpotrunError, StoreError
 from spotrun.store import (
+    Store,
     checkpoint_key,
     head_key,
     host_key,
@@ -43,6 +44,13 @@ def test_no_bucket(aws: Moto, tmp_path: Path) -> None:
     other = spec(tmp_path, AWS.replace("name: c", "name: other"))
     with pytest.raises((StoreError, SpotrunError), match="other"):
         sites.site(other, file(tmp_path)).access()
+
+
+def test_a_bucket_says_itself_what_is_wrong(aws: Moto, tmp_path: Path) -> None:
+    """Such as SlowDown, RequestTimeTooSkewed, or which key may not be used. A number such as 403 says nothing."""
+    with pytest.raises(StoreError) as caught:
+        Store(f"{bucket(tmp_path).url}-2").put("a", b"x")
+    assert str(caught.value).endswith("cannot write a: NoSuchBucket: The specified bucket does not exist")
 
 
 def test_logs_can_be_told_from_checkpoints(aws: Moto, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,8 @@ _SMALL = 1 << 20  # bytes; a larger object is sent with the patience of an uploa
 _PART = 8 << 20  # bytes of an upload's part
 _RANGE, _AT_ONCE = 32 << 20, 4  # bytes of a download's part, and how many parts are downloaded at once
 _LOCK = 10.0  # seconds to wait while another process replaces an object in the same folder
+# An error in the answer of S3 or GCS. S3's is on another line than the error's number.
+_SAID = re.compile(r"<Code>([^<]+)</Code>\s*<Message>([^<]+)</Message>")
 # A bucket that does not exist is a FileNotFoundError, a key that no bucket can have (a//b, ../a) a ValueError.
 _ERRORS = (BaseError, OSError, ValueError)
 
@@ -316,5 +319,8 @@ def _quick() -> dict[str, Any]:
 
 
 def _why(error: Exception) -> str:
-    """The first line of the message: obstore's messages are a page long."""
-    return str(error).partition("\n")[0] or type(error).__name__
+    """What the bucket says, or else the first line of the message: obstore's messages are a page long."""
+    text = str(error)
+    if said := _SAID.search(text):
+        return f"{said[1]}: {' '.join(said[2].split())}"
+    return text.partition("\n")[0] or type(error).__name__
