@@ -30,6 +30,10 @@ class TooLargeError(StoreError):
     """An object of the bucket has more bytes than the caller reads."""
 
 
+class BadKeyError(StoreError):
+    """A folder of the bucket cannot be listed: it has an object whose key is no path. The message names the key."""
+
+
 class ConflictError(SpotrunError):
     """Another process has written an object of the bucket that only this process should write."""
 

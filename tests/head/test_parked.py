@@ -11,7 +11,7 @@ import pytest
 
 from spotrun.errors import SpotrunError
 from spotrun.head.job_queue import TRY_EVERY
-from spotrun.store import job_key
+from spotrun.store import checkpoints_key, job_key
 from tests.head.puppets import ROUND, Theatre
 from tests.head.world import asked, phases, rewrite
 
@@ -30,12 +30,24 @@ def make_unreadable(stage: Theatre, job: str) -> None:
     stage.restart_head()
 
 
+def make_unlistable(stage: Theatre, job: str) -> None:
+    """The code of some job has written an object with a key that no other object can have."""
+    path = odd(stage, job)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    stage.restart_head()
+
+
+def odd(stage: Theatre, job: str) -> Path:
+    return stage.root / checkpoints_key(job) / "g1-\x01"
+
+
 def trouble(stage: Theatre) -> list[str]:
     """What operators are told about parked jobs."""
     return [event["text"] for event in stage.head.events.seen_from(None) if "is parked" in event["text"]]
 
 
-@pytest.mark.parametrize("spoil", [lie, make_unreadable])
+@pytest.mark.parametrize("spoil", [lie, make_unreadable, make_unlistable])
 async def test_the_others_on_the_machine_of_a_parked_job_go_on(tmp_path: Path, spoil: Any) -> None:
     """One of them ends, one is paused, two come and get the free devices; then the parked job continues."""
     stage = Theatre(tmp_path, machines=1, devices=4, total=60)
@@ -64,6 +76,7 @@ async def test_the_others_on_the_machine_of_a_parked_job_go_on(tmp_path: Path, s
         puppet.lies.clear()
     if spoil is make_unreadable:
         stage.store.put(job_key(bad, "state.json"), good)
+    odd(stage, bad).unlink(missing_ok=True)
     await stage.ask(lambda job, now: job.replace(paused=""), paused)
     await stage.round(2 * PARKED + 60)
     assert [stage.written(job).phase for job in (bad, paused)] == ["succeeded"] * 2

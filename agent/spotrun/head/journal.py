@@ -13,7 +13,7 @@ from itertools import islice
 from operator import attrgetter
 from weakref import WeakValueDictionary
 
-from spotrun.errors import JobNotFound, StoreError, UnreadableError
+from spotrun.errors import BadKeyError, JobNotFound, StoreError, UnreadableError
 from spotrun.head.events import Event, read_events
 from spotrun.head.fenced import FencedStore
 from spotrun.head.job_state import ENDED, JobState, by_clock
@@ -210,7 +210,10 @@ class Journal:
             state = await self._read(job, own=True)
             events = read_events(await self._fenced.find(job_key(job, "events.jsonl")))
             timeline = read(await self._fenced.find(job_key(job, "timeline.json")), state.counted_at)
-        complete = await asyncio.to_thread(checkpoints.list_complete, self.store, job, strict=True)
+        try:
+            complete = await asyncio.to_thread(checkpoints.list_complete, self.store, job, strict=True)
+        except BadKeyError as error:  # no other try would help, and the other jobs must not wait for this one
+            raise UnreadableError(str(error)) from None
         self._written.pop(job, None)
         # If none is complete any more, the workers are told of those that were: they say what cannot be read. Otherwise
         # the job would begin again at step 0, and its next checkpoint would remove what can be repaired.

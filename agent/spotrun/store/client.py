@@ -18,10 +18,18 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError, PreconditionError
 from obstore.store import LocalStore, ObjectStore, from_url
 
-from spotrun.errors import ConflictError, NotFound, SpotrunError, StoreError, TooLargeError, UploadStopped
+from spotrun.errors import (
+    BadKeyError,
+    ConflictError,
+    NotFound,
+    SpotrunError,
+    StoreError,
+    TooLargeError,
+    UploadStopped,
+)
 from spotrun.locks import try_lock
 from spotrun.store.keys import LOG_TAG
 
@@ -245,7 +253,8 @@ class Store:
         except _ERRORS as error:
             if isinstance(error, FileNotFoundError) and verb in ("read", "look up"):
                 raise NotFound(f"{self.url}: no object {key}") from None
-            raise StoreError(f"{self.url}: cannot {verb} {key}: {_why(error)}") from error
+            kind = BadKeyError if isinstance(error, InvalidPathError) else StoreError
+            raise kind(f"{self.url}: cannot {verb} {key}: {_why(error)}") from error
 
     @contextlib.contextmanager
     def _alone(self, key: str, version: Version | None) -> Iterator[None]:
