@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import threading
 import time
 from collections import deque
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +31,7 @@ MOST = 1_000_000  # numbers that wait for the disk; more of them are dropped
 EXTRAS_WAITING = 100  # texts, images and histograms that wait for the disk; more of them are dropped
 UNSENT = 16 << 20  # bytes of lines that wait for room on the disk; more of them are dropped
 LONGEST = 200  # characters of a name
+SHOWN = 1000  # names whose newest numbers are kept for the display; the display has room for fewer
 PATIENCE = 2.0  # seconds that a worker waits for its last numbers before it ends
 
 
@@ -222,11 +223,12 @@ class Metrics:
                 self._unsent = self._unsent[: self._unsent.rfind(b"\n", 0, UNSENT) + 1]
 
     def _show(self) -> None:
-        """Write the newest numbers to the control block. JSON has no infinities and NaNs: they are left out."""
+        """Write the newest numbers to the control block."""
         if not self._shown and self._control is not None:
             self._shown = True
-            shown = {name: value for name, value in self._newest.items() if math.isfinite(value)}
-            self._control.write_metrics(shown)
+            # A script may log under a new name in each step.
+            self._newest = dict(islice(self._newest.items(), SHOWN))
+            self._control.write_metrics(self._newest)
 
     def _add_name(self, name: str) -> str:
         """The name as it is written; empty, with a warning, if it is too long. JSON has no lone surrogates."""
