@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from spotrun.cloud.base import Ended
 from spotrun.head import exposition, overview
 from spotrun.readings import OF_GPU, Readings
 from spotrun.wire import Worker
@@ -101,11 +103,44 @@ async def test_the_control_socket_has_them(world: World) -> None:
     assert "spotrun_head" in answer["text"]
 
 
+async def test_a_counter_never_falls(tmp_path: Path) -> None:
+    """The cloud says late that a machine had ended. To Prometheus, a counter that falls has begun again at zero."""
+    world, now = World(tmp_path), 1000.0
+    world.clock = lambda: now
+    world.new_head()
+    world.cloud.size["p"] = 1
+    await world.look()
+    await world.turn()
+    now += 600.0
+    await world.look()
+    await world.turn()
+    before = found(world)
+    assert world.head.ledger.idle.cost > 0
+    world.cloud.size["p"] = 0
+    world.cloud.over = [Ended("p-0", "p", 1.0, 1000.0, 1300.0)]
+    await world.look()
+    await world.turn()
+    after = found(world)
+    cost = [values(families["spotrun_idle_cost_dollars"])[()] for families in (before, after)]
+    assert cost[1] < cost[0]
+    for name, family in after.items():
+        if family.type == "counter":
+            assert [each.value for each in family.samples] >= [each.value for each in before[name].samples], name
+
+
 async def test_an_older_agent_sends_no_readings(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.receive("a")
     await world.turn()
     assert "spotrun_node_cpu_ratio" not in found(world)
+
+
+async def test_prometheus_keeps_the_label_job(world: World) -> None:
+    """By default, Prometheus renames a label `job` or `instance`, because each scrape has these labels itself."""
+    (scrape,) = yaml.safe_load((ROOT / "docs/prometheus.yaml").read_text())["scrape_configs"]
+    used = {label for family in found(world).values() for sample in family.samples for label in sample.labels}
+    assert "job" in used
+    assert scrape["honor_labels"] is True
 
 
 async def test_the_dashboard_for_grafana_names_metrics_that_there_are(world: World) -> None:

@@ -93,9 +93,8 @@ def families(seen: Mapping[str, Any], nodes: Iterable[Node]) -> Iterator[Metric]
     yield _info(
         "spotrun_dollars_per_hour", "What running machines cost now, as far as prices are known.", {}, seen["hourly"]
     )
-    idle = CounterMetricFamily("spotrun_idle_cost_dollars", "What devices without a job have cost.")
-    idle.add_metric([], seen["idle_cost"])
-    yield idle
+    # No counter: if the cloud says late that a machine had ended, the time that was counted too much is taken back.
+    yield _info("spotrun_idle_cost_dollars", "What devices without a job have cost.", {}, seen["idle_cost"])
     yield from _pools(seen["pools"])
     yield from _jobs(seen["jobs"])
     yield from _nodes(seen["nodes"], nodes)
