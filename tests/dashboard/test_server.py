@@ -17,7 +17,7 @@ from scripts import queue
 from spotrun.dashboard import history, logs, runs
 from spotrun.dashboard.records import Records
 from spotrun.dashboard.server import READERS, Dashboard
-from spotrun.head import overview
+from spotrun.head import journal, overview
 from spotrun.store import Store, job_key, log_key, queue_key
 from spotrun.wire import QueueRecord
 from tests.dashboard.site import TOKEN, Page, opened
@@ -105,6 +105,27 @@ async def test_the_cookie_is_for_the_pages_alone(page: Page) -> None:
         assert response.status == 403
     async with page.session.get(f"{door}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}) as response:
         assert response.status == 200
+
+
+async def test_an_event_of_the_cluster_comes_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an earlier head are only in the lists of all jobs, and none of these jobs is concerned."""
+    monkeypatch.setattr(journal, "PROGRESS_EVERY", 0.0)
+    jobs = [await submitted(world) for _ in range(3)]
+    world.head.add_event("pool", "pool p has no capacity")
+    world.head.add_event("job", "of one", jobs[1])
+    await world.turn()
+
+    def told(events: list[dict[str, Any]]) -> list[tuple[str, str | None]]:
+        known = [(each["text"], each.get("job")) for each in events]
+        return [each for each in known if each[0] in ("pool p has no capacity", "of one")]
+
+    wanted = [("pool p has no capacity", None), ("of one", jobs[1])]
+    assert told(world.head.events.newest(100)) == wanted
+    world.new_head(2)
+    await world.turn(2)
+    assert world.head.jobs == jobs
+    assert told(world.head.events.newest(100)) == wanted
+    assert told(history.read(Records(world.store, "c"), world.cluster)["events"]) == wanted
 
 
 @pytest.mark.parametrize("path", READS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from spotrun.dashboard.records import Records
@@ -10,6 +9,7 @@ from spotrun.document import FORMAT
 from spotrun.errors import SpotrunError
 from spotrun.head.capacity.history import Histories
 from spotrun.head.costs.job_totals import Idle
+from spotrun.head.events import Event, merged, read_events
 from spotrun.head.overview import EVENTS, job_row, overview
 from spotrun.head.status import held
 from spotrun.spec import ClusterSpec
@@ -28,12 +28,11 @@ def read(records: Records, cluster: ClusterSpec) -> dict[str, Any]:
     idle = _parsed(Idle.model_validate_json, store.find(idle_key(name), RECORD))
     histories = _parsed(Histories.model_validate_json, store.find(history_key(name), RECORD))
     waiting = list(queue.held) if queue else []
-    rows, found_events = list[dict[str, Any]](), list[dict[str, Any]]()
+    rows, told = list[dict[str, Any]](), dict[str, list[Event]]()
     unended = [*(queue.jobs if queue else ()), *waiting]
     for job in unended[:JOBS]:
         rows.append(_row(records, job, job in waiting))
-        found_events += [{**each, "job": job} for each in events(records, job, TAIL)]
-    found_events.sort(key=lambda each: float(each["at"]))
+        told[job] = events(records, job, TAIL)
     document = {
         "format": FORMAT,
         "cluster": name,
@@ -47,27 +46,19 @@ def read(records: Records, cluster: ClusterSpec) -> dict[str, Any]:
         "idle_cost": idle.cost if idle else None,
         "counted_at": idle.counted_at if idle else None,
     }
-    found = overview(document, cluster, {}, found_events[-EVENTS:], histories=histories)
+    found = overview(document, cluster, {}, merged(told)[-EVENTS:], histories=histories)
     return found | {"hourly": None, "unpriced": None, "jobs_left_out": max(0, len(unended) - JOBS)}
 
 
-def events(records: Records, job: str, tail: int | None = None) -> list[dict[str, Any]]:
-    """The events of a job, oldest first: `at` (epoch seconds), `kind`, `text`. tail: bytes to read at the end."""
+def events(records: Records, job: str, tail: int | None = None) -> list[Event]:
+    """The events of a job, oldest first. tail: bytes to read at the end."""
     key, store = job_key(job, "events.jsonl"), records.store
     try:
         size = store.size(key)
         start = max(0, size - tail) if tail else 0
-        data = store.part(key, start, size) if size else b""
+        return read_events(store.part(key, start, size) if size else b"")
     except SpotrunError:  # a job that has not begun has none
         return []
-    found = []
-    for line in data.splitlines():
-        try:
-            event = json.loads(line)
-            found.append({"at": float(event["at"]), "kind": str(event["kind"]), "text": str(event["text"])})
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # junk, or a line whose beginning `tail` has cut off
-    return found
 
 
 def _row(records: Records, job: str, waits: bool) -> dict[str, Any]:

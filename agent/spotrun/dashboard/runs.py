@@ -16,6 +16,7 @@ from spotrun.dashboard.records import AT_ONCE, Records
 from spotrun.document import Kept
 from spotrun.errors import TooLargeError
 from spotrun.head import timeline as heads
+from spotrun.head.events import Event
 from spotrun.head.overview import extras
 from spotrun.head.status import job_status
 from spotrun.history.provenance import MOST, RECORD, NodeRecord, Provenance, Remarks
@@ -38,7 +39,7 @@ def run(records: Records, job: str, _: Query) -> dict[str, Any]:
     return found | {"cluster": state.cluster, "spec": spec, "code": state.code, "counted_at": state.counted_at}
 
 
-def events(records: Records, job: str, _: Query) -> list[dict[str, Any]]:
+def events(records: Records, job: str, _: Query) -> list[Event]:
     """The job's events, oldest first."""
     records.state(job)
     return history.events(records, job)

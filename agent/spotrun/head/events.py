@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -57,12 +57,8 @@ class Events:
         return sorted(events.values(), key=lambda each: float(each["at"]))
 
     def newest(self, most: int) -> list[dict[str, Any]]:
-        """The newest events of the cluster and of all jobs, in order. A job's event has the job's id under `job`."""
-        found = {id(each): dict(each) for each in self._cluster[-most:]}
-        for job, events in self._jobs.items():
-            for each in events[-most:]:
-                found.setdefault(id(each), {**each, "job": job})
-        return sorted(found.values(), key=lambda each: float(each["at"]))[-most:]
+        """The newest events of the cluster and of all jobs, as `merged`."""
+        return merged({job: events[-most:] for job, events in self._jobs.items()}, self._cluster[-most:])[-most:]
 
     def load(self, job: str, events: list[Event]) -> None:
         """Begin with the events that the bucket has of a job."""
@@ -76,6 +72,19 @@ class Events:
 def read_events(lines: bytes | None) -> list[Event]:
     """The events of an `events.jsonl`, without junk."""
     return [event for line in (lines or b"").splitlines() if (event := _event(line))]
+
+
+def merged(jobs: Mapping[str, Iterable[Event]], cluster: Iterable[Event] = ()) -> list[dict[str, Any]]:
+    """Events of several jobs, and of the cluster, in order. A job's event has the job's id under `job`.
+
+    An event of the cluster is in the lists of all jobs, and those of an earlier head are only there. It comes once.
+    """
+    found = {each.line: dict(each) for each in cluster}
+    for job, events in jobs.items():
+        for each in events:
+            if found.setdefault(each.line, {**each, "job": job}).get("job") != job:
+                found[each.line].pop("job", None)
+    return sorted(found.values(), key=lambda each: float(each["at"]))
 
 
 def begun(number: int, members: Sequence[str]) -> str:
