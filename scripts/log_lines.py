@@ -6,12 +6,14 @@ A worker's output has no times. So the agent writes down now and then how long e
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import math
 import re
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,10 +21,12 @@ from scripts import console, inputs, logs, runs
 from scripts.logs import Log
 from scripts.make_command import make_command
 from scripts.site import Site
-from spotrun.errors import NotFound, SpotrunError, TooLargeError
+from spotrun.errors import JobNotFound, NotFound, SpotrunError, TooLargeError, UnreadableError
+from spotrun.head.job_state import JobState
 from spotrun.head.journal import stamped, state_keys
-from spotrun.store import Store
+from spotrun.store import Store, queue_key
 from spotrun.store.keys import times_key
+from spotrun.wire import read_queue
 
 ALL = "all"
 LOOK = 2.0  # seconds between looks at the bucket while logs are followed
@@ -30,6 +34,8 @@ MEMORY = 32 << 20  # bytes of all logs together that are in memory
 PIECE = (16 << 10, 4 << 20)  # bytes of one log that are read at once, at least and at most
 LINE = 64 << 10  # bytes after which an unfinished line is shown
 TIMES = 4 << 20  # bytes of the text about one log's lengths that are read
+LATE = 6.0  # seconds after a job's end in which its nodes may still upload the ends of logs
+_END = re.compile(rb"(\r\n|\r|\n)")
 _NOTE = re.compile(rb"^([0-9]{1,16}\.[0-9]{1,16}) ([0-9]{1,16})$", re.MULTILINE)
 
 
@@ -62,30 +68,34 @@ def show(site: Site, wanted: Wanted, follow: bool, raw: bool, json: bool) -> Non
     store, cluster = site.bucket(), site.cluster.name
     pattern, since = _pattern(wanted.grep), inputs.interval("SINCE", wanted.since)
     tail = inputs.number("TAIL", wanted.tail, least=1)
-    job = wanted.job or _newest(store, site)
+    job = wanted.job or _chosen(store, site)
     runs.state(store, cluster, job)
     begin = time.time() - since if since is not None else 0.0
     places: dict[str, int] = {}
-    first = True
+    first, ended = True, math.inf
     while True:
-        over = runs.state(store, cluster, job).ended_already  # asked first: the loop reads what was printed before
-        chosen = choose(store, job, wanted, site.file, live=follow, known=places)
-        lines = merged(store, chosen, begin, places, final=over or not follow)
+        ended = _ended(runs.state(store, cluster, job), ended)  # asked first: the loop reads what was printed before
+        over = not follow or time.monotonic() - ended > LATE
+        chosen = choose(store, job, wanted, site.file, live=follow, known=None if first else places)
+        lines = merged(store, chosen, begin, places, final=over)
         found: Iterator[Line] = (each for each in lines if pattern is None or pattern.search(each.text))
         if first and tail:
             found = iter(_last(found, int(tail)))
         for each in found:
             _print(each, raw, json)
-        if not follow or over:
+        if over:
             return
         first = False
         time.sleep(LOOK)
 
 
 def choose(
-    store: Store, job: str, wanted: Wanted, file: str, live: bool = False, known: Container[str] = ()
+    store: Store, job: str, wanted: Wanted, file: str, live: bool = False, known: Container[str] | None = None
 ) -> list[Log]:
-    """The logs that are wanted. Raises `SpotrunError` if there are none, unless `live`: logs may still come."""
+    """The logs that are wanted. Raises `SpotrunError` if there are none, unless `live`: logs may still come.
+
+    known: the logs that were read before; then all generations since these are wanted, because several may have begun.
+    """
     found = logs.every(store, job)
     node, rank = wanted.node, inputs.number("RANK", wanted.rank) if wanted.rank not in ("", ALL) else ""
     if node:
@@ -95,8 +105,11 @@ def choose(
         number = int(inputs.number("GEN", wanted.gen, least=0) or 0)
         mine = [each for each in mine if each.generation == number]
     elif not wanted.gen and not wanted.since:
-        newest = max((each.generation for each in mine), default=0)
-        mine = [each for each in mine if each.generation == newest or each.key in known]
+        if known is None:
+            first = max((each.generation for each in mine), default=0)
+        else:
+            first = min((each.generation for each in mine if each.key in known), default=0)
+        mine = [each for each in mine if each.generation >= first]
     if not mine and not live:
         has = ", ".join(sorted({f"generation {each.generation} {each.node} rank {each.rank}" for each in found}))
         raise SpotrunError(f"job {job}: no such log; there are: {has or 'none yet'}")
@@ -129,19 +142,28 @@ def _lines(store: Store, log: Log, begin: float, places: dict[str, int], piece: 
     while at < size or (rest and final):
         data = store.part(log.key, at, min(at + piece, size)) if at < size else b"\n"
         start, at = at - len(rest), min(at + len(data), size)
-        *whole, rest = (rest + data).split(b"\n")
-        if len(rest) > LINE:
-            whole, rest = [*whole, rest], b""
-        for text in whole:
+        whole, rest = _whole(rest + data)
+        for text, end in whole:
             if cut:  # the rest of a line that begins before
                 cut = False
             else:
                 note = min(bisect_left(ends, start + len(text)), len(times) - 1)
                 newest = max(newest, times[note][0] if times else 0.0)
                 yield Line(newest, rank, start, log.generation, log.node, text.decode(errors="replace"))
-            start += len(text) + 1
+            start += len(text) + len(end)
         places[log.key] = at - len(rest)
     places.setdefault(log.key, at)
+
+
+def _whole(data: bytes) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """The whole lines of a piece, each with its end, and the rest. A progress bar ends lines with a carriage return."""
+    *found, rest = _END.split(data)
+    if len(found) > 1 and not rest and found[-1] == b"\r":  # a line feed may follow
+        *found, last, _ = found
+        rest = last + b"\r"
+    if len(rest) > LINE:
+        return [*zip(found[::2], found[1::2], strict=True), (rest, b"")], b""
+    return list(zip(found[::2], found[1::2], strict=True)), rest
 
 
 def _start(times: list[tuple[float, int]], begin: float) -> int:
@@ -178,6 +200,13 @@ def _print(each: Line, raw: bool, json: bool) -> None:
     console.say(f"{at} {each.generation} {each.node} {each.rank} | {each.text}", raw=raw)
 
 
+def _ended(job: JobState, seen: float) -> float:
+    """When the job ended, in monotonic seconds; infinity: it has not. seen: the last answer. Clocks may differ."""
+    if not job.ended_already:
+        return math.inf
+    return min(seen, time.monotonic() - max(0.0, time.time() - (job.ended or 0.0)))
+
+
 def _pattern(text: str) -> re.Pattern[str] | None:
     try:
         return re.compile(text) if text else None
@@ -185,12 +214,23 @@ def _pattern(text: str) -> re.Pattern[str] | None:
         raise SpotrunError(f"GREP: {text!r}: is not a regular expression: {error}") from None
 
 
-def _newest(store: Store, site: Site) -> str:
-    """The cluster's newest job."""
-    for _, _, job in stamped(state_keys(store)):
-        try:
-            runs.state(store, site.cluster.name, job)
-        except SpotrunError:
-            continue
-        return job
+def _chosen(store: Store, site: Site) -> str:
+    """The job that trains, or else one that waits, or else the cluster's newest job. The head chooses alike."""
+    cluster = site.cluster.name
+    try:
+        queue = read_queue(store.find(queue_key(cluster))).jobs
+    except ValueError:  # it is not readable
+        queue = ()
+    unended = [job for job in _states(store, cluster, queue) if not job.ended_already]
+    if unended:
+        return next((job.id for job in unended if job.current), unended[0].id)
+    for job in _states(store, cluster, (id for _, _, id in stamped(state_keys(store)))):
+        return job.id
     raise SpotrunError(f"no job has run on this cluster yet; `{make_command(site.file, 'train')}` runs one")
+
+
+def _states(store: Store, cluster: str, jobs: Iterable[str]) -> Iterator[JobState]:
+    """The states of these jobs, without those that cannot be read, and those of other clusters."""
+    for job in jobs:
+        with contextlib.suppress(JobNotFound, UnreadableError):
+            yield runs.state(store, cluster, job)

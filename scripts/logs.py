@@ -124,7 +124,8 @@ def _begin(store: Store, key: str, size: int, lines: int) -> int:
     end, missing = size, lines + 1
     while end > 0:
         start = max(0, end - RANGE)
-        block = store.part(key, start, end)
+        # A progress bar ends lines with a carriage return. The bytes stay at their places.
+        block = store.part(key, start, end).replace(b"\r\n", b" \n").replace(b"\r", b"\n")
         if end == size and not block.endswith(b"\n"):
             missing -= 1  # the last line is not complete
         at = len(block)

@@ -6,15 +6,17 @@ import json
 import os
 import time
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 
 from scripts import log_lines, logs
+from scripts import site as sites
 from scripts.log_lines import Line, Wanted
 from spotrun.errors import SpotrunError
 from spotrun.node.log_uploader import LogUploader
-from spotrun.store import Store, log_key, times_key
+from spotrun.store import Store, job_key, log_key, queue_key, times_key
 from tests.scripts.accounts import job
 from tests.scripts.accounts import store as bucket
 
@@ -101,6 +103,73 @@ def test_the_end_of_a_generation_that_failed_is_shown_with_the_next_one(store: S
     put(store, 2, "spot-1", 0, (12.0, "b\n"))
     assert look() == ["RuntimeError: why", "b"]
     assert look() == []
+
+
+def test_no_generation_is_left_out_while_logs_are_followed(store: Store) -> None:
+    """A script that fails at once may begin several times between two looks. The first one to come may be the third."""
+    for first in (1, 0):
+        places: dict[str, int] = {}
+        for known, generations in ((None, range(1, 1 + first)), (places, range(1, 4))):
+            for number in generations:
+                put(store, number, "spot-0", 0, (10.0 * number, f"of {number}\n"))
+            chosen = log_lines.choose(store, JOB, Wanted(JOB), "clusters/local.yaml", live=True, known=known)
+            found = [each.text for each in log_lines.merged(store, chosen, 0.0, places, final=False)]
+        assert found == [f"of {number}" for number in range(1 + first, 4)]
+        store.delete(store.list(f"jobs/{JOB}/logs"))
+
+
+def test_each_line_of_a_progress_bar_is_a_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the lines of a bar would have no rank, and GREP would find an hour of bars at once."""
+    text = "begin\r\n\r 10%\r 20%\nend\r 30%\r"
+    wanted = ["begin", "", " 10%", " 20%", "end", " 30%"]
+    put(store, 1, "spot-0", 0, (1.0, text))
+    for piece in (1, 2, 3, 10_000):
+        monkeypatch.setattr(log_lines, "PIECE", (piece, piece))
+        assert [each[2] for each in lines(store)] == wanted
+    places: dict[str, int] = {}
+    assert [each[2] for each in lines(store, places=places, final=False)] == wanted[:-1]
+    put(store, 1, "spot-0", 0, (1.0, text), (2.0, "\nnext\n"))
+    assert [each[2] for each in lines(store, places=places, final=False)] == [" 30%", "next"]
+
+
+def site(tmp_path: Path) -> sites.Site:
+    path, bucket = tmp_path / "c.yaml", tmp_path / "bucket"
+    path.write_text(f"name: c\ncloud: local\nbucket: {bucket}\npools:\n  - {{name: spot, zone: local-a, max: 2}}\n")
+    return sites.of_file(str(path))
+
+
+def test_what_nodes_upload_after_the_end_is_shown(
+    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The end of a long log comes some seconds after the end of its job."""
+    put(store, 1, "spot-0", 0, (10.0, "training\n"))
+    end = job(1, ended=time.time(), phase="failed").model_dump_json().encode()
+    store.put(job_key(JOB, "state.json"), end)
+    late = Timer(1.0, put, (store, 1, "spot-0", 0, (10.0, "training\n"), (11.0, "RuntimeError: why\n")))
+    late.start()
+    try:
+        log_lines.show(site(tmp_path), Wanted(JOB), follow=True, raw=False, json=False)
+    finally:
+        late.join()
+    assert [line.partition(" | ")[2] for line in capsys.readouterr().out.splitlines()] == [
+        "training",
+        "RuntimeError: why",
+    ]
+
+
+def test_without_an_id_the_job_that_trains_is_meant(
+    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with `make logs` alone, which asks the head. A job that was submitted later waits, and has no logs."""
+    members = [{"node": "spot-0", "boot": "b", "address": "127.0.0.1"}]
+    current = {"number": 1, "members": members, "store": "127.0.0.1:1"}
+    for each in (job(1, phase="running", current=current), job(2, phase="queued")):
+        store.put(job_key(each.id, "state.json"), each.model_dump_json().encode())
+    put(store, 1, "spot-0", 0, (10.0, "training\n"))
+    for queue in (b'{"jobs": ["train-20261122-000002", "train-20261122-000001"]}', b'{"jobs": ["%s"]}' % JOB.encode()):
+        store.put(queue_key("c"), queue)
+        log_lines.show(site(tmp_path), Wanted(None, rank="all"), follow=False, raw=False, json=False)
+        assert capsys.readouterr().out.endswith(" 1 spot-0 0 | training\n")
 
 
 def test_logs_without_times_or_with_junk(store: Store) -> None:

@@ -41,6 +41,7 @@ def test_a_log_is_read_in_ranges(store: Store, monkeypatch: pytest.MonkeyPatch) 
         "ä" * 20 + "\nö\n",
         "a line longer than a range\nb",
         "\n" * 20,
+        "one\rtwo\rthree\n",
     ):
         store.put(KEY, content.encode())
         assert text(store) == content
@@ -48,6 +49,12 @@ def test_a_log_is_read_in_ranges(store: Store, monkeypatch: pytest.MonkeyPatch) 
             assert text(store, count) == "".join(content.splitlines(keepends=True)[-count:]), (content, count)
     store.put(KEY, "ä".encode()[:1] + b"\xff" + "ü".encode()[:1])
     assert text(store) == "\ufffd\ufffd\ufffd"
+
+
+def test_each_line_of_a_progress_bar_counts(store: Store) -> None:
+    """TAIL=2 of a bar that was drawn for an hour."""
+    store.put(KEY, b"begin\r\n" + b"".join(b"\r%d %%" % number for number in range(5000)) + b"\r\nend\r\n")
+    assert text(store, 2) == "4999 %\r\nend\r\n"
 
 
 def test_pieces_end_with_lines(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
