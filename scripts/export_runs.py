@@ -6,7 +6,9 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ KINDS = ("csv", "parquet", "tensorboard", "mlflow")
 FOLDER = "exports"
 COLUMNS = ("name", "step", "epoch", "samples", "time", "value", "generation", "void")
 BATCH = 1000  # points that MLflow takes at once
-_MLFLOW_NAME = 250  # characters of a name in MLflow
+_MLFLOW_NAME = 240  # of the 250 characters of a name in MLflow: a number may follow
 
 
 def export(store: Store, cluster: str, job: str, kind: str, out: str) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def export(store: Store, cluster: str, job: str, kind: str, out: str) -> dict[st
         raise SpotrunError(f"the bucket has no metrics of {job}: call `run.log(loss=loss)` in the script")
     curves = (reader.curve(name) for name in reader.names)
     if kind == "mlflow":
-        return _to_mlflow(state, curves, out or os.environ.get("MLFLOW_TRACKING_URI", ""))
+        return _to_mlflow(state, _mlflow_names(reader.names), curves, out or os.environ.get("MLFLOW_TRACKING_URI", ""))
     folder = Path(out or f"{FOLDER}/{job}")
     folder.mkdir(parents=True, exist_ok=True)
     write = {"csv": _to_csv, "parquet": _to_parquet, "tensorboard": _to_tensorboard}[kind]
@@ -107,8 +109,8 @@ def _to_tensorboard(folder: Path, curves: Iterator[Curve]) -> dict[str, Any]:
     return {"where": str(folder), "points": count}
 
 
-def _to_mlflow(state: JobState, curves: Iterator[Curve], uri: str) -> dict[str, Any]:
-    """A run of the experiment that has the job's name, with the job's arguments as parameters."""
+def _to_mlflow(state: JobState, names: dict[str, str], curves: Iterator[Curve], uri: str) -> dict[str, Any]:
+    """A run of the experiment that has the job's name, with the job's arguments as parameters. names: in MLflow."""
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for the answer
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # without the internet, this takes a minute
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # 14 s; its default of 7 waits for over 4 minutes
@@ -123,18 +125,17 @@ def _to_mlflow(state: JobState, curves: Iterator[Curve], uri: str) -> dict[str, 
         run = client.create_run(experiment, start_time=int(state.submitted * 1000), tags=tags, run_name=state.id)
         client.log_param(run.info.run_id, "args", " ".join(state.spec.args)[:6000])
         client.log_param(run.info.run_id, "script", state.spec.script)
-        count = sum(_send(library, client, run.info.run_id, curve) for curve in curves)
+        sent = sum(_send(library, client, run.info.run_id, curve, names[curve.name]) for curve in curves)
         status = {"succeeded": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}.get(state.phase, "RUNNING")
         client.set_terminated(run.info.run_id, status, int((state.ended or state.submitted) * 1000))
     except library.exceptions.MlflowException as error:
         raise SpotrunError(f"MLflow at {uri}: {' '.join(str(error).split())[:500]}") from None
-    return {"where": f"run {run.info.run_id} of experiment {state.name} at {uri}", "points": count}
+    return {"where": f"run {run.info.run_id} of experiment {state.name} at {uri}", "points": sent}
 
 
-def _send(library: Any, client: Any, run: str, curve: Curve) -> int:
-    """Send the points of a curve. MLflow's names have letters, digits, spaces and _ - . : /; the rest becomes _."""
+def _send(library: Any, client: Any, run: str, curve: Curve, name: str) -> int:
+    """Send the points of a curve. name: in MLflow."""
     points = curve.counting()
-    name = "".join(each if each.isalnum() or each in "_-. :/" else "_" for each in curve.name)[:_MLFLOW_NAME]
     for start in range(0, len(points), BATCH):
         part = range(start, min(start + BATCH, len(points)))
         metrics = [
@@ -143,6 +144,26 @@ def _send(library: Any, client: Any, run: str, curve: Curve) -> int:
         ]
         client.log_batch(run, metrics=metrics)
     return len(points)
+
+
+def _mlflow_names(names: Sequence[str]) -> dict[str, str]:
+    """For each name, one that MLflow takes. A number follows if another curve has that name."""
+    plain = {name: _mlflow_name(name) for name in names}
+    found, taken = dict[str, str](), set[str]()
+    for name in sorted(names, key=lambda name: plain[name] != name):  # names that stay as they are come first
+        numbered = (f"{plain[name]}_{number}" for number in count(2))
+        found[name] = next(each for each in chain([plain[name]], numbered) if each not in taken)
+        taken.add(found[name])
+    return found
+
+
+def _mlflow_name(name: str) -> str:
+    """MLflow's names have letters, digits, spaces and _ - . : /; the rest becomes _.
+
+    They are also paths: no part may be empty, . or .., and the whole must not begin with two dots.
+    """
+    plain = "".join(each if each.isalnum() or each in "_-. :/" else "_" for each in name)
+    return re.sub(r"(?<![^/])\.{0,2}(?![^/])|^\.\.", "_", plain[:_MLFLOW_NAME])
 
 
 def _plain(name: str) -> str:

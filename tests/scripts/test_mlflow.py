@@ -148,6 +148,22 @@ def test_what_counts_arrives(server: Server, bucket: Store, known: bool, monkeyp
     assert server.run["tags"]["spotrun.job"] == JOB
 
 
+ODD = ("grad_", "grad%", "grad#", "/a", "a//b", "a/", "..", "../up", "..x", "a/./b", ".x", "x" * 200, "line\nbreak")
+
+
+def test_odd_names_arrive_and_stay_apart(server: Server, tmp_path: Path) -> None:
+    """MLflow's client refuses names that are no clean paths. Two curves must not become one."""
+    found = store(tmp_path / "bucket", job(1))
+    call = Call(1, 100.0, {name: float(number) for number, name in enumerate(ODD)})
+    found.put(metrics_key(JOB, 1, 1), points.compress(points.line(Header(JOB, 1, 0, 0)) + points.line(call)))
+    assert export_runs.export(found, "c", JOB, "mlflow", server.uri)["points"] == len(ODD)
+    sent = {float(each["value"]): each["key"] for batch in server.batches for each in batch}
+    assert len({*sent.values()}) == len(ODD)
+    assert {sent[ODD.index(name)] for name in ("grad%", "grad#")} == {"grad__2", "grad__3"}
+    for name in ("grad_", ".x", "x" * 200):
+        assert sent[ODD.index(name)] == name
+
+
 def test_what_the_server_refuses_is_told(server: Server, bucket: Store) -> None:
     server.refuse = "too many names"
     with pytest.raises(SpotrunError, match=rf"^MLflow at {server.uri}: INVALID_PARAMETER_VALUE: too many names$"):
