@@ -68,8 +68,9 @@ def _hidden(found: list[Found] | str, secrets: Iterable[tuple[str, str]]) -> lis
 
 
 def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Found:
-    """Each key whose values differ, with both values; None: it is missing."""
-    return {key: [a.get(key), b.get(key)] for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)}
+    """Each key whose values differ, with both values; None: it is missing. NaN does not differ from NaN."""
+    pairs = ((key, a.get(key), b.get(key)) for key in dict.fromkeys([*a, *b]))
+    return {key: [one, two] for key, one, two in pairs if one != two and (one == one or two == two)}
 
 
 def code(a: Mapping[str, bytes], b: Mapping[str, bytes]) -> list[Found]:

@@ -104,7 +104,7 @@ def text(found: Found) -> str:
     lines = [f"{found['id']}: {found['phase']}{': ' + found['reason'] if found['reason'] else ''}"]
     if found["tags"]:
         lines.append(f"  tags: {', '.join(found['tags'])}")
-    lines += [f"  {utc(each['at'])[:16]} {each['user']}: {each['text']}" for each in found["remarks"]]
+    lines += [f"  {utc(each['at'])[:16]} UTC {each['user']}: {each['text']}" for each in found["remarks"]]
     lines += ["", *_origin(found), "", *_course(found), "", *_machines(found), "", "values at the end:"]
     numbers = found["metrics"]
     lines += aligned([[name, runs.number(value)] for name, value in numbers.items()]) if numbers else ["  none"]

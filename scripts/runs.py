@@ -214,10 +214,8 @@ def text(found: Sequence[Row], now: float, asked: Sequence[str] = ()) -> str:
     head = ["run", "phase", "submitted", "took", "step", "gen", "cost", *names, "by", "tags"]
     lines = [head]
     for each in found:
-        took = each["seconds"] if each["seconds"] is not None else now - each["submitted"]
         numbers = [number(each["metrics"].get(name)) for name in names]
-        begun = time.strftime("%m-%d %H:%M", time.localtime(each["submitted"]))
-        first = [each["id"], each["phase"], begun, duration(max(0.0, took)), str(each["step"])]
+        first = [each["id"], each["phase"], *_times(each, now), str(each["step"])]
         rest = [each["user"], " ".join(each["tags"])]
         lines.append([*first, str(each["generations"]), money(each["cost"] or None), *numbers, *rest])
     table = aligned(lines, indent="")
@@ -233,6 +231,15 @@ def _metric_names(found: Sequence[Row], asked: Sequence[str]) -> tuple[list[str]
     ordered = sorted(counts, key=lambda name: (name not in asked, not _RESULT.search(name), -counts[name]))
     shown = max(METRICS, sum(name in asked for name in counts))
     return sorted(ordered[:shown]), sorted(ordered[shown:])
+
+
+def _times(each: Row, now: float) -> tuple[str, str]:
+    """When a run was submitted, and how long it took; empty if the run cannot be read."""
+    submitted, took = each["submitted"], each["seconds"]
+    if submitted is None:
+        return "", ""
+    begun = time.strftime("%m-%d %H:%M", time.localtime(submitted))
+    return begun, duration(max(0.0, now - submitted if took is None else took))
 
 
 def number(value: float | None) -> str:
@@ -257,9 +264,9 @@ def _row_of(store: Store, cluster: str, job: str) -> Row | None:
 
 def _unreadable(job: str, reason: str) -> Row:
     texts = dict.fromkeys(("name", "group", "note", "user", "commit", "rerun_of", "code", "script"), "")
-    numbers = dict.fromkeys(("ended", "seconds", "goodput", "cost"), None)
+    numbers = dict.fromkeys(("submitted", "ended", "seconds", "goodput", "cost"), None)
     counts = dict.fromkeys(("notes", "step", "generations", "interruptions", "steps_lost"), 0)
-    places: Row = {"tags": [], "args": [], "labels": {}, "metrics": {}, "changed": False, "submitted": 0.0}
+    places: Row = {"tags": [], "args": [], "labels": {}, "metrics": {}, "changed": False}
     return {"id": job, "phase": "unreadable", "reason": reason, **texts, **numbers, **counts, **places}
 
 

@@ -148,13 +148,11 @@ def chosen(site: Site, ids: Sequence[str], group: str | None) -> list[str]:
     store, cluster = site.bucket(), site.cluster.name
     if ids:
         return [runs.state(store, cluster, each).id for each in dict.fromkeys(ids)]
-    found = runs.rows(store, cluster)
+    found = [each for each in runs.rows(store, cluster) if each["phase"] != "unreadable"]
     if group:
         found = [each for each in found if each["group"] == group]
-    elif any(each["ended"] is None for each in found):
-        found = [each for each in found if each["ended"] is None]
     else:
-        found = found[:1]
+        found = [each for each in found if each["ended"] is None] or found[:1]
     if not found:
         what = f"group {group} has no runs" if group else "no job has run on this cluster yet"
         raise SpotrunError(f"{what}; `{make_command(site.file, 'runs')}` lists the runs")

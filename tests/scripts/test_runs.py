@@ -98,7 +98,8 @@ def test_a_run_that_cannot_be_read_is_listed(four: Store) -> None:
     four.put("jobs/train-20261122-000008/state.json", b'{"cluster": "another", "phase": 5}')
     four.put(provenance_key("train-20261122-000001"), b"junk")
     assert rows(four) == ["9", "3", "2", "1"]
-    assert "unreadable" in runs.text(runs.rows(four, "c"), 100.0)
+    (shown,) = [line for line in runs.text(runs.rows(four, "c"), 1.8e9).splitlines() if "unreadable" in line]
+    assert shown.split() == ["train-20261122-000009", "unreadable", "0", "0"], "no time of 1970"
 
 
 def test_the_table_shows_results_first_and_what_is_asked_for(tmp_path: Path) -> None:
@@ -200,6 +201,9 @@ def test_show(two: Store) -> None:
     text = run_show.text(found)
     for wanted in ("ann@h", "3 steps lost", "spot-1 spot-2", "torch 2.12.0", "loss", "seed:       0"):
         assert wanted in text
+    note = run_changes.note(two, "c", A, "lr too high").notes[0]
+    at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(note.at))  # as the other times there, and they say so
+    assert f"  {at} {note.user}: lr too high" in run_show.text(run_show.document(two, "c", A)).splitlines()
     with pytest.raises(SpotrunError, match="has no such run"):
         run_show.document(two, "another", A)
 
@@ -270,6 +274,11 @@ def test_remarks_that_are_too_long(two: Store, monkeypatch: pytest.MonkeyPatch) 
     assert {row["id"]: row["tags"] for row in runs.rows(two, "c")} == {A: [], B: []}
     run_changes.tag(two, "c", A, f"-{'x' * 39}")  # what there is may become shorter
     assert run_show.document(two, "c", A)["remarks"] == []
+
+
+def test_nan_does_not_differ_from_nan() -> None:
+    a, b = {"loss": float("nan"), "acc": 0.5}, {"loss": float("nan"), "acc": float("nan")}
+    assert list(run_diff.changes(a, b)) == ["acc"]
 
 
 def test_diff_without_a_bundle(two: Store) -> None:

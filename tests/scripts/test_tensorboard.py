@@ -221,6 +221,8 @@ def test_which_runs(tmp_path: Path) -> None:
     end(site.bucket(), jobs[0])
     site.bucket().put(job_key(jobs[2].id, "state.json"), job(3, ended=7.0).model_dump_json().encode())
     assert chosen(site, [], None) == [jobs[2].id]
+    site.bucket().put(job_key("train-20261122-000004", "state.json"), b'{"cluster": "c", "format": 9}')
+    assert chosen(site, [], None) == [jobs[2].id], "a run that cannot be read does not count as one that goes on"
     with pytest.raises(SpotrunError, match="group b has no runs"):
         chosen(site, [], "b")
     with pytest.raises(SpotrunError, match="has no such run"):
