@@ -191,7 +191,7 @@ def _row(job: JobState, month: str) -> Sums:
         **({} if month else {"seconds": job.node_seconds, "cost": job.cost}),
         "unsplit": 0.0 if unsplit < 1e-6 else unsplit,
         "budget": job.cost_limit,
-        "hourly": 0.0 if job.ended_already else job.hourly,
+        "hourly": 0.0 if job.over else job.hourly,
         "to_end": cost_to_end(job),
         "lines": [line.model_dump() for line in _sorted(lines)],
     }

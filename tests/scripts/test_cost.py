@@ -12,6 +12,7 @@ from spotrun.errors import SpotrunError
 from spotrun.head.costs.bill import Line
 from spotrun.head.costs.job_totals import Idle
 from spotrun.head.job_state import JobState, Progress
+from spotrun.head.status import job_status
 from spotrun.store import job_key
 from tests.scripts.accounts import job, store
 
@@ -24,6 +25,7 @@ def document(folder: Path, *jobs: JobState, idle: Idle | None = None, **asked: A
     return cost.document(cost.read(store(folder, *jobs, idle=idle), "c", asked.get("job")), "c", **asked)
 
 
+KEPT = {"member": {"node": "a-0", "boot": "b", "address": "127.0.0.1"}, "until": 9e9}
 IDLE = Idle(node_seconds=1800, cost=0.5, account=(SPOT.replace(seconds=1800, cost=0.5, on_demand=1.5),))
 
 
@@ -48,6 +50,17 @@ def test_months_add_up_to_the_whole(tmp_path: Path) -> None:
     assert [[row["job"][-1] for row in found["jobs"]] for found in months] == [["1"], ["1", "2"]]
     assert sum(found["total"]["cost"] for found in months) == whole["total"]["cost"]
     assert "nothing has been paid in 2026-10" in cost.text(document(tmp_path, *jobs, idle=IDLE, month="2026-10"))
+
+
+@pytest.mark.parametrize(
+    ("state", "hourly"),
+    [({"phase": "running"}, 3.0), ({}, 0.0), ({"phase": "failed", "kept_node": KEPT}, 3.0)],
+    ids=["it runs", "it has ended", "it has failed and keeps a node"],
+)
+def test_what_a_job_costs_now(tmp_path: Path, state: dict[str, Any], hourly: float) -> None:
+    """`make cost` and `make status` say the same."""
+    found = job(1, SPOT, hourly=3.0, **state)
+    assert document(tmp_path, found)["jobs"][0]["hourly"] == job_status(found)["hourly"] == hourly
 
 
 def test_one_job_or_one_group_has_no_idle_devices(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "snapshot_seconds": node_time.stalled(job),
         "cost": job.cost or None,
         "budget": job.cost_limit,
-        "hourly": job.hourly,
+        "hourly": 0.0 if job.over else job.hourly,
         "cost_to_end": cost_to_end(job),
         "account": [line.model_dump() for line in job.account],
     }
