@@ -12,6 +12,7 @@ import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Protocol, TextIO, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -34,6 +35,7 @@ _MALFORMED = (
     NotRenderableError,  # a list where there should be text
 )
 _EVENTS = 8  # shown on a terminal
+_METRICS = 8  # the same
 _EVERY = 10.0  # seconds between two lines of progress where there is no terminal
 
 
@@ -149,7 +151,7 @@ def progress(job: Status) -> str:
     words.append(f"step {steps(job)}")
     if job["samples_per_second"] and job["phase"] not in ENDED:
         words.append(f"{job['samples_per_second']:,.0f} samples/s")
-    words += [f"{name} {number(value)}" for name, value in job["metrics"].items()]
+    words += values(job["metrics"])
     words += [f"{name} {job[name]}" for name in ("snapshot", "checkpoint") if job[name] is not None]
     return ", ".join(words)
 
@@ -226,6 +228,12 @@ def number(value: float | None) -> str:
     return "nan" if value is None else f"{value:.4g}"
 
 
+def values(metrics: Status) -> list[str]:
+    """loss 0.31: what the script has logged last. Of many numbers, the first ones: the nodes must stay in sight."""
+    shown = [f"{name} {number(value)}" for name, value in islice(metrics.items(), _METRICS)]
+    return [*shown, *([f"… {len(metrics) - _METRICS} more"] if len(metrics) > _METRICS else [])]
+
+
 def _headline(status: Status) -> Text:
     pools = ", ".join(f"{pool['name']} {pool['running']}/{pool['target']}" for pool in status["pools"])
     job = status["job"]
@@ -244,7 +252,7 @@ def _job(job: Status) -> RenderableType:
     if job["total_steps"]:
         bar = ProgressBar(total=job["total_steps"], completed=min(job["step"], job["total_steps"]), width=40)
     table.add_row("step", steps(job), bar)
-    metrics = "  ".join(f"{name} {number(value)}" for name, value in job["metrics"].items())
+    metrics = "  ".join(values(job["metrics"]))
     table.add_row("speed", f"{job['samples_per_second'] or 0:,.0f} samples/s", metrics)
     goodput = "" if job["goodput"] is None else f"goodput {job['goodput']:.0%}"
     if job.get("placement"):  # an older head does not send this key

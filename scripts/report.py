@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from scripts import cost, kept
 from scripts.columns import duration
 from scripts.control import Status
-from scripts.display import idle, number, understood
+from scripts.display import idle, understood, values
 from scripts.make_command import LOCAL
 from scripts.ssh import Outcome
 from spotrun.text import tidy
@@ -39,7 +39,7 @@ def report(job: Status, idle_cost: float | None = None, file: str = LOCAL) -> st
         lines += _failure(job["failure"])
     lines += [f"  {line}" for line in kept.lines(job, file)]
     if job["metrics"]:
-        lines.append("  last values: " + ", ".join(f"{name} {number(value)}" for name, value in job["metrics"].items()))
+        lines.append("  last values: " + ", ".join(values(job["metrics"])))
     lines += _interruptions(job["interruptions"])
     if job["goodput"] is not None:
         lines.append(f"  goodput {job['goodput']:.1%} (share of node time that went into steps that counted)")

@@ -30,6 +30,15 @@ def test_the_picture_shows_what_a_node_does_and_for_how_long() -> None:
     assert "importing torch, 4 s" in text(found)
 
 
+def test_of_very_many_numbers_a_few_are_shown() -> None:
+    """A number for each layer must not push the nodes out of the picture."""
+    found = status(metrics={f"grad/layer {n}": 0.5 for n in range(300)})
+    for shown in (text(found), report.report(found["job"])):
+        assert "grad/layer 7 0.5" in shown
+        assert "… 292 more" in shown
+        assert "grad/layer 8 " not in shown
+
+
 def lines(shown: str) -> list[list[str]]:
     """Each line's cells; two spaces are between two cells."""
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in shown.splitlines()]
