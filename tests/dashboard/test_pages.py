@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -13,6 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from spotrun.dashboard.curves import NAMES
+from spotrun.dashboard.live import Live
 from spotrun.dashboard.server import PAGES, TYPES
 from tests.e2e.browser import opened
 from tests.e2e.harness import PATIENCE
@@ -40,6 +43,7 @@ class Site:
         self.curves: dict[str, list[dict[str, Any]]] = {}  # of each run
         self.ended: float | None = None
         self.step = 5
+        self.kind = "text"  # of what the runs have logged
         self.fails: set[str] = set()
         self.held: dict[str, Route | None] = {}
         self.asked: list[str] = []
@@ -104,7 +108,7 @@ class Site:
         _, run, *parts = map(unquote, [*path.split("/"), ""])
         if run not in ("a", "b"):
             return 404, {"error": f"there is no job {run}"}
-        item = {"kind": "text", "name": "note", "text": f"text of {run}", "step": 1, "time": 1.0, "generation": 1}
+        item = {"kind": self.kind, "name": "note", "text": f"text of {run}", "step": 1, "time": 1.0, "generation": 1}
         documents: dict[str, Any] = {
             "": self._run(run),
             "timeline": TIMELINE,
@@ -132,6 +136,20 @@ class Site:
 def site(chromium: Browser) -> Iterator[Site]:
     with opened(chromium, "about:blank") as page:
         yield Site(page)
+
+
+def test_what_is_old_is_not_said_to_come_from_the_bucket(site: Site) -> None:
+    """If the bucket does not answer either, the page still shows the head's last overview."""
+    site.open("run/b")
+    live = Live()
+    live.publish({"jobs": []})
+    for overview, words in ((None, "What you see was known before that."), ({"jobs": []}, "comes from the bucket")):
+        live.lose("no route to host; the bucket does not answer", overview)
+        with ThreadPoolExecutor(1) as thread:  # in this one, the browser's own loop runs
+            _, text = thread.submit(asyncio.run, live.next(-1, PATIENCE)).result()
+        site.page.evaluate("text => stream.onmessage({ data: text })", text)
+        expect(site.page.get_by_role("alert")).to_contain_text(words)
+    expect(site.page.locator("#state")).to_have_text("from the bucket")
 
 
 def test_late_curves_of_another_run_are_dropped(site: Site) -> None:
@@ -189,6 +207,17 @@ def test_the_last_data_of_an_ended_run_are_read(site: Site) -> None:
     assert site.count("/api/runs/a") == before
 
 
+def test_a_run_that_is_relaunched_is_followed_again(site: Site) -> None:
+    site.ended = 1.0
+    site.open("run/b?tab=logged")
+    expect(site.page.get_by_text("text of b")).to_be_visible()
+    site.page.wait_for_timeout(2500)  # the page has asked for the last time
+    site.ended, site.step = None, 9
+    before = site.count("/api/runs/b")
+    site.draw(9)
+    site.until(lambda: site.count("/api/runs/b") > before, "a look at the run")
+
+
 @pytest.mark.parametrize(
     ("part", "tab"), [("curves", "overview"), ("logged", "logged"), ("log", "logs"), ("logs", "logs")]
 )
@@ -208,6 +237,21 @@ def test_an_address_that_is_not_valid_is_said_so(site: Site, run: str) -> None:
     site.open(f"run/{run}")
     expect(site.page.get_by_text(f"there is no job {run}", exact=True)).to_be_visible()
     assert site.page.evaluate("'stream' in window")
+
+
+@pytest.mark.parametrize("tab", ["nonsense", "valueOf", ""])
+def test_a_tab_that_there_is_not(site: Site, tab: str) -> None:
+    site.curves["a"] = [curve("loss", [1.0, 2.0])]
+    site.open(f"run/a?tab={tab}")
+    expect(site.page.get_by_role("heading", name="loss")).to_be_visible()
+
+
+@pytest.mark.parametrize("kind", ["sound", "valueOf", "__proto__"])
+def test_what_the_page_cannot_show(site: Site, kind: str) -> None:
+    """A job's code can write any kind."""
+    site.kind = kind
+    site.open("run/a?tab=logged")
+    expect(site.page.get_by_text("This page cannot show it.")).to_be_visible()
 
 
 def test_long_names_are_asked_for_in_several_requests(site: Site) -> None:

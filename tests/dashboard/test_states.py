@@ -202,6 +202,26 @@ def test_a_held_job_is_relaunched(station: Station, chromium: Browser) -> None:
     assert station.page.head.asked == ["relaunch"]
 
 
+def test_a_parked_job_has_not_ended(station: Station, chromium: Browser) -> None:
+    """The head cannot read its state. It may still train."""
+
+    async def prepare() -> str:
+        job = await station.world.started()
+        rewrite(station.world, job_key(job.id, "state.json"), lambda state: state | {"format": 2})
+        station.world.new_head(2)
+        await station.world.turn()
+        return job.id
+
+    job = station.do(prepare)
+    station.publish()
+    with opened(chromium, station.url("jobs")) as page:
+        row = page.get_by_role("row", name=job)
+        expect(row.get_by_text("parked", exact=True)).to_be_visible()
+        expect(row.get_by_role("button")).to_have_text(["stop"])
+        expect(page.get_by_role("region", name="Ended jobs").get_by_text("None.")).to_be_visible()
+        narrow_too(page)
+
+
 def with_budget(state: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return state | changes | {"spec": state["spec"] | {"budget": 5.0}}
 

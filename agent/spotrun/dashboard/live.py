@@ -16,6 +16,7 @@ class Live:
         self.live = False  # whether the head has sent the overview
         self.why = "connecting to the head"  # why the head has not
         self.overview: dict[str, Any] | None = None  # None: nothing is known yet
+        self.old = False  # whether the bucket does not answer either, so that the overview is that of earlier
         self.listed: set[str] = set()  # jobs of the overviews since somebody has cleared it
         self._version = 0
         self._text = ""
@@ -23,12 +24,12 @@ class Live:
 
     def publish(self, overview: dict[str, Any]) -> None:
         """The head has sent an overview."""
-        self.live, self.why = True, ""
+        self.live, self.why, self.old = True, "", False
         self._set(overview)
 
     def lose(self, why: str, overview: dict[str, Any] | None = None) -> None:
         """The head does not answer. overview: what the bucket knows; None: the last overview stays."""
-        self.live, self.why = False, why
+        self.live, self.why, self.old = False, why, overview is None
         self._set(overview if overview is not None else self.overview)
 
     async def next(self, seen: int, patience: float) -> tuple[int, str]:
@@ -44,7 +45,7 @@ class Live:
     def _set(self, overview: dict[str, Any] | None) -> None:
         self.overview = overview
         self.listed |= {str(row["id"]) for row in (overview or {}).get("jobs", ())}
-        document = {"live": self.live, "why": self.why, "at": time.time(), "overview": overview}
+        document = {"live": self.live, "why": self.why, "old": self.old, "at": time.time(), "overview": overview}
         self._version, self._text = self._version + 1, to_json(document)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

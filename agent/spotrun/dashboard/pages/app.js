@@ -10,7 +10,7 @@ const ORDER = Object.keys(PAGES);
 const EVERY = 400; // milliseconds between two drawings of live changes
 
 // What all pages read. overview: null until the first document has come.
-const state = { live: false, why: "connecting", at: 0, overview: null, query: new URLSearchParams(), argument: "" };
+const state = { live: false, why: "connecting", old: false, at: 0, overview: null, query: new URLSearchParams(), argument: "" };
 const main = document.getElementById("main");
 let page = null, opened = "", drawn = 0, timer = 0, connected = false;
 
@@ -62,12 +62,12 @@ function draw() {
 function frame() {
   document.getElementById("cluster").textContent = state.overview?.cluster ?? "";
   const mark = document.getElementById("state");
-  mark.textContent = state.live ? "live" : connected ? "from the bucket" : "not connected";
+  mark.textContent = state.live ? "live" : !connected ? "not connected" : state.old ? "old" : "from the bucket";
   mark.className = state.live ? "live" : "away";
   const banner = document.getElementById("banner");
   const text = !connected
     ? "The dashboard has ended, or does not answer. Start it again with `make dashboard`, and open the address that it prints."
-    : state.live ? "" : `The head does not answer: ${state.why}. What you see comes from the bucket. When the head answers again, this page becomes live without a reload.`;
+    : state.live ? "" : `The head does not answer: ${state.why}. ${state.old ? "What you see was known before that." : "What you see comes from the bucket."} When the head answers again, this page becomes live without a reload.`;
   banner.hidden = !text || (connected && !state.overview);
   if (banner.textContent !== text) banner.textContent = text;
 }

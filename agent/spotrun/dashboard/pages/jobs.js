@@ -64,7 +64,7 @@ function list(rows, live) {
   const titles = ["job", "phase", "priority", "nodes", "progress", "end", "cost", "why", "change"];
   return table(titles, rows.map((row) => [
     row.id, el("a", { href: job(row.id) }, row.id), badge(row.phase),
-    live && row.phase !== "held" ? priority(row) : number(row.priority),
+    live && !["held", "parked"].includes(row.phase) ? priority(row) : number(row.priority),
     el("span", { class: "whole" }, nodes(row)),
     progress(row), end(row), cost(row), why(row), live ? actions(row) : "",
   ]), { class: "wide" });
@@ -112,7 +112,8 @@ function priority(row) {
 }
 
 function actions(row) {
-  const verbs = [row.phase === "held" ? "relaunch" : row.paused || row.phase === "paused" ? "resume" : "pause", "stop"];
+  const first = { held: ["relaunch"], parked: [], paused: ["resume"] }[row.phase] ?? [row.paused ? "resume" : "pause"];
+  const verbs = [...first, "stop"];
   return el("span", { class: "actions" }, verbs.map((verb) => el("button", {
     type: "button", "aria-label": `${verb} ${row.id}`,
     onclick: () => { if (verb !== "stop" || confirm(`Stop ${row.id}? Its state goes into the bucket.`)) change(row.id, verb, {}); },

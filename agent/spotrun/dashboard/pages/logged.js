@@ -38,7 +38,7 @@ export function draw() {
 
 function draw1(item) {
   const where = `step ${number(item.step)}, ${clock(item.time, true)}${item.void ? ", void: this step was done again" : ""}`;
-  return el("figure", { class: item.void ? "void" : null, "data-key": `${item.generation} ${item.step} ${item.time}` }, (BODIES[item.kind] ?? other)(item, where), el("figcaption", {}, where));
+  return el("figure", { class: item.void ? "void" : null, "data-key": `${item.generation} ${item.step} ${item.time}` }, (Object.hasOwn(BODIES, item.kind) ? BODIES[item.kind] : other)(item, where), el("figcaption", {}, where));
 }
 
 const other = () => el("p", { class: "quiet" }, "This page cannot show it.");

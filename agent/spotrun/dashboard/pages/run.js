@@ -13,15 +13,15 @@ const EVERY = 2000; // milliseconds between two looks at a run that goes on
 const LATE = 30; // seconds after a run's end in which its last readings and files reach the bucket
 const TABS = { overview: "Curves and time", machines: "Machines", logged: "Texts and images", logs: "Logs", events: "Events", files: "Files", origin: "Provenance", job: "Job file" };
 
-let id = "", tab = "overview", run = null, parts = {}, problems = {}, redraw = () => {}, timer = 0, charts = new Charts(), busy = false, again = false, turn = 0, seen = 0;
+let id = "", tab = "overview", cluster = {}, run = null, parts = {}, problems = {}, redraw = () => {}, timer = 0, charts = new Charts(), busy = false, again = false, turn = 0, seen = 0;
 
 export function open(state, draw) {
-  [id, run, parts, problems, redraw, busy, again, seen] = [state.argument, null, {}, {}, draw, false, false, 0];
+  [id, cluster, run, parts, problems, redraw, busy, again, seen] = [state.argument, state, null, {}, {}, draw, false, false, 0];
   charts = new Charts();
   curves.open();
   logged.open();
   logs.open(draw);
-  tab = state.query.get("tab") ?? "overview";
+  tab = named(state.query) ?? "overview";
   if (!id) return;
   look();
   timer = setInterval(() => {
@@ -34,6 +34,9 @@ export function close() {
   clearInterval(timer);
   charts.close();
 }
+
+// The tab that an address names; undefined: there is none of that name.
+const named = (query) => Object.keys(TABS).find((name) => name === query.get("tab"));
 
 const path = (part) => `api/runs/${encodeURIComponent(id)}${part ? `/${part}` : ""}`;
 
@@ -50,9 +53,9 @@ async function fetched(name, part = name) {
 const wantedBy = (tab) => (tab === "overview" ? ["timeline"] : tab === "job" || tab === "logged" ? [] : [tab]);
 const MORE = { overview: curves, logged, logs }; // the tabs that ask for more by themselves
 
-// Whether the run has ended, and the tab has what came late.
+// Whether the run has ended, and the tab has what came late. A run that has ended may be relaunched.
 function complete() {
-  return Boolean(run?.ended) && seen > run.ended + LATE && !["run", ...wantedBy(tab)].some((name) => problems[name]) && !MORE[tab]?.wrong();
+  return Boolean(run?.ended) && !cluster.overview?.jobs.some((each) => each.id === id && !each.ended) && seen > run.ended + LATE && !["run", ...wantedBy(tab)].some((name) => problems[name]) && !MORE[tab]?.wrong();
 }
 
 // Ask for what the tab shows. turn: counts the runs that were opened and closed. What comes for an earlier one is dropped.
@@ -90,8 +93,8 @@ async function look() {
 
 export function draw(state) {
   if (!id) return choose(state);
-  const wanted = state.query.get("tab") ?? "overview";
-  if (TABS[wanted] && wanted !== tab) {
+  const wanted = named(state.query) ?? "overview";
+  if (wanted !== tab) {
     tab = wanted;
     look();
   }
