@@ -133,7 +133,7 @@ def _lines(store: Store, log: Log, begin: float, places: dict[str, int], piece: 
         size = store.size(log.key)
     except NotFound:
         return
-    at = places.get(log.key, 0)
+    at, since = places.get(log.key, 0), 0.0 if log.key in places or not times else begin
     if size < at:
         at = 0  # the log was too long, and has begun again
     cut = bool(begin) and log.key not in places and (at := _start(times, begin)) > 0
@@ -149,7 +149,8 @@ def _lines(store: Store, log: Log, begin: float, places: dict[str, int], piece: 
             else:
                 note = min(bisect_left(ends, start + len(text)), len(times) - 1)
                 newest = max(newest, times[note][0] if times else 0.0)
-                yield Line(newest, rank, start, log.generation, log.node, text.decode(errors="replace"))
+                if newest >= since:  # the notes may lack the end of a log: then it has the time of the last note
+                    yield Line(newest, rank, start, log.generation, log.node, text.decode(errors="replace"))
             start += len(text) + len(end)
         places[log.key] = at - len(rest)
     places.setdefault(log.key, at)

@@ -22,7 +22,7 @@ from spotrun.document import Kept
 from spotrun.errors import JobNotFound, SpotrunError, TooLargeError, UnreadableError
 from spotrun.head.costs import job_totals
 from spotrun.head.job_state import JobState
-from spotrun.head.journal import stamped, state_keys
+from spotrun.head.journal import namesakes, stamped, state_keys
 from spotrun.history.provenance import MOST, Provenance, Remarks
 from spotrun.store import Store, job_key, provenance_key, remarks_key
 from spotrun.wire import problem
@@ -63,7 +63,7 @@ def state(store: Store, cluster: str, job: str) -> JobState:
             raise UnreadableError(f"{store.url}: {job_key(job, 'state.json')}: {problem(error)}") from None
         if found.cluster == cluster:
             return found
-    raise JobNotFound(f"ID: {job!r}: cluster {cluster} has no such run; `make runs` lists them")
+    raise JobNotFound(f"ID: {job!r}: cluster {cluster} has no such run{namesakes(store, job)}; `make runs` lists them")
 
 
 def provenance(store: Store, job: str) -> Provenance | None:

@@ -75,6 +75,9 @@ def test_since(store: Store) -> None:
     assert lines(store, begin=15.0, since="1m") == [(20.0, 0, "c"), (30.0, 0, "d")]
     assert lines(store, begin=5.0, since="1m")[:2] == [(5.0, 1, "x"), (10.0, 0, "a")]
     assert lines(store, begin=31.0, since="1m") == []
+    key = log_key(JOB, 1, "spot-1", 1)
+    store.put(key, b"x\nits last line before the machine was gone\n")  # the agent's notes lack it
+    assert lines(store, begin=31.0, since="1m") == []
 
 
 def test_live(store: Store) -> None:

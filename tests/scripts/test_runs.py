@@ -206,6 +206,8 @@ def test_show(two: Store) -> None:
     assert f"  {at} {note.user}: lr too high" in run_show.text(run_show.document(two, "c", A)).splitlines()
     with pytest.raises(SpotrunError, match="has no such run"):
         run_show.document(two, "another", A)
+    with pytest.raises(SpotrunError, match=f"no such run; train is a job's name; give an id: {B}, {A}; `make runs`"):
+        run_show.document(two, "c", "train")
 
 
 def test_show_takes_the_members_of_generations_from_the_events(two: Store) -> None:
