@@ -302,6 +302,19 @@ def test_mistakes_are_said_clearly(alone: Path) -> None:
         spotrun.init().track(sampler=sampler, model=model)
 
 
+@pytest.mark.parametrize("more", [3, 2])
+def test_a_second_loop_counts_on(alone: Path, more: int) -> None:
+    """For example, for each fold of a cross-validation. Without an error, such a loop would silently train nothing."""
+    run, model = spotrun.init(), nn.Linear(2, 2)
+    run.track(model=model)
+    assert list(run.epochs(3)) == [0, 1, 2]
+    said = rf"run\.epochs\({more}\) after run\.epochs\(3\) has no epochs: .* write run\.epochs\({3 + more}\)"
+    with pytest.raises(SpotrunError, match=said):
+        next(iter(run.epochs(more)))
+    assert list(run.epochs(3 + more)) == list(range(3, 3 + more))
+    settle(run)
+
+
 def test_sharded_training_is_refused_by_name(alone: Path) -> None:
     """Its state is one rank's share; a snapshot of it would look whole. Said before anything is restored."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, W
 from spotrun.errors import SpotrunError
 from spotrun.train.rng import derive, reseed
 from spotrun.train.sampler import ElasticSampler, share, taken
+
+log = logging.getLogger(__name__)
 
 _TORCHS = (BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # each rank draws for itself
 
@@ -100,6 +103,11 @@ def begin(loader: Any, seed: int, epoch: int, rank: int) -> Iterator[Any]:
 
 def skip(iterator: Iterator[Any], count: int, seed: int, step: int, accumulate: int, rank: int) -> None:
     """Fetch that many batches of an epoch, as its steps did: the first one is fetched already. step: the next one."""
+    log.warning(
+        "skipping the %d batches that this epoch has had; an ElasticSampler needs no such pass, and gives each sample "
+        "once an epoch when the number of workers changes",
+        count,
+    )
     first = step - -(-count // accumulate)
     for number in range(1, count):
         reseed(seed, first + number // accumulate, number % accumulate, rank)

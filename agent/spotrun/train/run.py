@@ -6,7 +6,6 @@ The same script runs under plain `python` (one process), under `torchrun`, and u
 
 from __future__ import annotations
 
-import logging
 import operator
 import os
 import time
@@ -36,8 +35,6 @@ from spotrun.train.regroup import Membership
 from spotrun.train.rng import reseed
 from spotrun.train.sampler import ElasticSampler, when_asked
 from spotrun.train.training_state import TrainingState
-
-log = logging.getLogger(__name__)
 
 MOST = 1 << 53  # steps of a job that are told: whole numbers up to here are exact in JSON
 
@@ -106,6 +103,7 @@ class Run:
             context, control, self._state, device, local_rank, cpu_group(device), self._models, self._membership
         )
         self._epochs = 1
+        self._ended = -1  # epochs of the loops over epochs that have ended; -1: none has
         self._stepped: int | None = None  # the epoch in which steps() was called
         self._sampler: ElasticSampler | None = None  # of the loader that was given to steps()
         self._iterator: Iterator[Any] = iter(())
@@ -192,7 +190,13 @@ class Run:
         self._tracked = True
 
     def epochs(self, n: int) -> Iterator[int]:
-        """Epochs 0 … n - 1, beginning with the restored one, even if all steps of that epoch are done."""
+        """Epochs 0 … n - 1, beginning with the restored one, even if all steps of that epoch are done.
+
+        A second loop counts on: `run.epochs(8)` after `run.epochs(5)` has three epochs.
+        """
+        if n <= self._ended:
+            more = f"a loop continues the count of the one before. For {n} more, write run.epochs({self._ended + n})"
+            raise SpotrunError(f"run.epochs({n}) after run.epochs({self._ended}) has no epochs: {more}")
         if self.epoch > n:  # the script has a further loop over epochs, and was in it
             return
         self._epochs, begun = n, self.epoch < n
@@ -204,6 +208,7 @@ class Run:
         # The head puts the finished state into the bucket. A job that restores it has no epoch left.
         if begun:
             self._state.epoch, self._state.consumed = n, 0
+        self._ended = n
         self._boundary.finish()
 
     def steps(self, loader: Any, accumulate: int = 1) -> Iterator[Any]:
@@ -381,11 +386,6 @@ class Run:
         self._iterator = batches.begin(loader, seed, self.epoch, self.rank)
         self._ahead = [next(self._iterator, _END)]
         if count:
-            log.warning(
-                "skipping the %d batches that this epoch has had; an ElasticSampler needs no such pass, and gives each "
-                "sample once an epoch when the number of workers changes",
-                count,
-            )
             self._ahead.clear()
             batches.skip(self._iterator, count, seed, self.step, accumulate, self.rank)
 
