@@ -205,6 +205,23 @@ def lengths(plan: Any, out: Path) -> None:
     script.save()
 
 
+def unnamed_optimizer(plan: Any, out: Path) -> None:
+    """It forgets to track its optimizer."""
+    script = Script(plan, out)
+    script.run.track(model=script.model, sampler=script.sampler)
+    script.train()
+    script.save()
+
+
+def unnamed_scheduler(plan: Any, out: Path) -> None:
+    """It forgets to track its scheduler."""
+    script = Script(plan, out)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(script.optimizer, 10)
+    script.track()
+    script.train(after=scheduler.step)
+    script.save()
+
+
 def low_precision(plan: Any, out: Path) -> None:
     """The optimizer keeps numbers that are more precise than the parameters."""
     script = Script(plan, out)

@@ -128,6 +128,22 @@ def test_a_set_up_that_depends_on_the_number_of_workers_needs_a_restart(
     assert flatten(before.final()) == flatten(after.final())
 
 
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("unnamed_optimizer", "run.track names no optimizer that has parameter 0.weight"),
+        ("unnamed_scheduler", "run.track does not name the CosineAnnealingWarmRestarts"),
+    ],
+)
+def test_what_a_newcomer_would_not_have_needs_a_restart(job: Regroups, script: str, why: str) -> None:
+    """A newcomer would take other steps than the survivors, and nothing would say so."""
+    plan = {"script": script}
+    job.begin("ab", stop_at=4, a=plan, b=plan)
+    assert job.end() == [EXIT_DRAINED, EXIT_DRAINED], job.cluster.log()
+    assert [each.control.able for each in job.members] == [0, 0]
+    assert f"after an interruption, all workers will restart: {why}" in job.cluster.log()
+
+
 def order(epoch: int, rank: int, own: int = 7, **loader: Any) -> list[int]:
     """The order of an epoch. own: the seed that the script has given its generator."""
     generator = torch.Generator().manual_seed(own)

@@ -71,7 +71,7 @@ class NotedState:
         self._modules = [*models, *(each for each in objects if isinstance(each, nn.Module))]
         self._optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
         self._schedulers = [each for each in objects if isinstance(each, lr_scheduler.LRScheduler)]
-        self._schedulers += [inner for each in self._schedulers for inner in _inside(each)]
+        self._schedulers += [inner for each in self._schedulers for inner in inside(each)]
         self._scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler)]
         self._step = -1  # of the noted state; -1: none is noted
         self._hooked = False
@@ -220,10 +220,10 @@ def _scale(scaler: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return (scaler._scale, scaler._growth_tracker) if scaler.is_enabled() else (None, None)
 
 
-def _inside(scheduler: Any) -> list[Any]:
+def inside(scheduler: Any) -> list[Any]:
     """The schedulers that this one calls."""
     inner = getattr(scheduler, "_schedulers", [])
-    return [*inner, *(deeper for each in inner for deeper in _inside(each))]
+    return [*inner, *(deeper for each in inner for deeper in inside(each))]
 
 
 def _is_known(item: object) -> bool:
@@ -239,7 +239,7 @@ def _is_known(item: object) -> bool:
     if isinstance(item, lr_scheduler.LRScheduler):
         calls = getattr(item, "lr_lambdas", [])
         plain = all(each is None or isinstance(each, types.FunctionType) for each in calls)
-        return plain and type(item).__module__ == lr_scheduler.__name__ and all(map(_is_known, _inside(item)))
+        return plain and type(item).__module__ == lr_scheduler.__name__ and all(map(_is_known, inside(item)))
     return type(item) is ElasticSampler or isinstance(item, torch.amp.GradScaler)
 
 

@@ -14,6 +14,7 @@ the device goes on for too long, or if it reports an error, the worker ends, and
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
 from torch.utils.data import DistributedSampler
 
 from spotrun.state import exit_note
@@ -53,6 +55,7 @@ from spotrun.train.distributed import (
     make_room,
     rank_and_world,
 )
+from spotrun.train.noted_state import inside
 from spotrun.train.parallel import Parallel
 from spotrun.train.restore import gather
 from spotrun.train.sections import place
@@ -97,7 +100,7 @@ class Membership:
         self._unsaved: dict[int, tuple[torch.Tensor, int]] = {}  # the others, with their version at `run.track`
         failures.void = False
         self._tracked: tuple[object, ...] = ()
-        self._watch_scalers()
+        self._watch_steps()
         self._watch_samplers()
         if device.type == "cuda":
             self._watch_graphs()
@@ -126,7 +129,7 @@ class Membership:
 
     def look_at(self, objects: Iterable[object], tensors: Iterable[torch.Tensor]) -> None:
         """Note what the script tracks, and whether that would work in another generation. tensors: those in it."""
-        self._tracked = tuple(objects)
+        self._tracked = tuple(part for each in objects for part in _parts(each))
         places = {place(each) for each in tensors}
         for each in self._tensors():
             if place(each) in places or not each.numel():
@@ -135,6 +138,12 @@ class Membership:
                 self._unsaved[id(each)] = each, each._version
         if any(isinstance(each, DistributedDataParallel) for each in self._tracked):
             self.restarts("run.track names a DistributedDataParallel that run.ddp has not made")
+        optimizers = (each for each in self._tracked if isinstance(each, torch.optim.Optimizer))
+        groups = (group for each in optimizers for group in each.param_groups)
+        optimized = {id(parameter) for group in groups for parameter in group["params"]}
+        named = (pair for model in self._models for pair in model.named_parameters())
+        if name := next((name for name, each in named if each.requires_grad and id(each) not in optimized), ""):
+            self.restarts(f"run.track names no optimizer that has parameter {name}")
 
     def restarts(self, why: str) -> None:
         """From now on, this worker does not join another generation without a restart."""
@@ -239,20 +248,31 @@ class Membership:
 
         torch.cuda.CUDAGraph.capture_begin = noted  # type: ignore[assignment,method-assign]
 
-    def _watch_scalers(self) -> None:
-        """From now on, a script that uses a `GradScaler` without tracking it restarts.
+    def _watch_steps(self) -> None:
+        """From now on, a script that uses a scheduler or a `GradScaler` without tracking it restarts.
 
-        A newcomer's scaler would have another scale, and DDP would add gradients of different scales.
+        A newcomer's scheduler would have another learning rate. With scalers of different scales, DDP would add
+        gradients of different scales.
         """
-        step: Any = torch.amp.GradScaler.step
+        kinds: list[Any] = [
+            each for each in vars(lr_scheduler).values() if isinstance(each, type) and "step" in vars(each)
+        ]
+        for kind in (torch.amp.GradScaler, *kinds):
+            kind.step = self._noting(kind.step)
 
-        def noted(scaler: torch.amp.GradScaler, *args: Any, **options: Any) -> Any:
-            # A step before `run.track` is one of the set-up, and the scaler may still be tracked.
-            if self._tracked and scaler.is_enabled() and not any(each is scaler for each in self._tracked):
-                self.restarts("run.track does not name the GradScaler")
-            return step(scaler, *args, **options)
+    def _noting(self, step: Any) -> Any:
+        """The method `step` of a scheduler or a scaler, which notes whether the script tracks the object."""
 
-        torch.amp.GradScaler.step = noted  # type: ignore[assignment,method-assign]
+        @functools.wraps(step)
+        def noted(item: Any, *args: Any, **options: Any) -> Any:
+            # A step before `run.track` is one of the set-up, and the object may still be tracked.
+            if self._tracked and not any(each is item for each in self._tracked):
+                scaler = isinstance(item, torch.amp.GradScaler)
+                if not scaler or item.is_enabled():
+                    self.restarts(f"run.track does not name the {'GradScaler' if scaler else type(item).__name__}")
+            return step(item, *args, **options)
+
+        return noted
 
     def _watch_samplers(self) -> None:
         """From now on, a script that makes a `DistributedSampler` restarts: the sampler keeps the number of workers."""
@@ -306,6 +326,15 @@ class Membership:
 
     def _is_released(self) -> bool:
         return self._control.released == self.context.generation
+
+
+def _parts(item: object) -> Iterator[object]:
+    """A tracked object, and what its state may have: the schedulers in a scheduler, the attributes of an own object."""
+    yield item
+    if isinstance(item, lr_scheduler.LRScheduler):
+        yield from inside(item)
+    elif not type(item).__module__.startswith(("torch.", "spotrun.")):
+        yield from getattr(item, "__dict__", {}).values()
 
 
 def agree_on_gradients(models: Sequence[Parallel], group: dist.ProcessGroup | None) -> None:
