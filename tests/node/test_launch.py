@@ -202,6 +202,23 @@ async def test_imports_ahead_of_time(tmp_path: Path) -> None:
         assert b.log(1) == b.log(1, 1) == "ahead\n"
 
 
+PLACED = """
+import os
+rank = os.environ.get("RANK", "-1")
+workers = int(os.getenv("WORLD_SIZE", "1"))
+"""
+
+
+async def test_imports_that_read_a_workers_place_are_not_made_ahead(tmp_path: Path) -> None:
+    """Before the fork there is none: a library would take each worker for the only one, or for none."""
+    async with bench(tmp_path) as b:
+        (tmp_path / "modules" / "placed.py").write_text(PLACED)
+        await b.begin("placed", procs=2)
+        b.start(1, "import placed\nprint(placed.rank, placed.workers)", procs=2)
+        assert [await b.code(1, index) for index in (0, 1)] == [0, 0]
+        assert (b.log(1), b.log(1, 1)) == ("0 2\n", "1 2\n")
+
+
 EAGER = {  # what using CUDA leaves behind, as there is no GPU here
     "torch initialises CUDA": "import torch\ntorch.cuda._initialized = True\n",
     "torch counts devices": "import os, torch\nserver = os.getpid()\n"

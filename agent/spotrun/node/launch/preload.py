@@ -31,9 +31,14 @@ SOCKETS = "SPOTRUN_SOCKETS"  # the variable: folder of the socket on which the l
 LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes of that folder's path (sun_path in unix(7))
 BASE = ("torch", "torch._dynamo", "numpy", "spotrun.node.launch.worker", "spotrun.train.run")
 
+# Each worker has its own values of these, and the fork server has none. A module that reads one when it is imported
+# would have the wrong value in all workers.
+PLACE = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+
 UNIFIED_MEMORY = "/dev/nvidia-uvm"
 SERVER = os.getpid()  # a worker compares this with its parent's pid
 used_cuda = False
+reads_place = False  # whether an import has read a variable of `PLACE`
 _spawn = util.spawnv_passfds
 
 
@@ -99,7 +104,7 @@ def _serve(launcher: int, code: str, descriptors: Sequence[int]) -> NoReturn:
 def _import_all() -> None:
     global used_cuda
     import_base()
-    with _watched():
+    with _watched(), _reading_noticed():
         _import(os.environ.get(MODULES, "").split())
     torch = sys.modules.get("torch")
     used_cuda = (torch is not None and torch.cuda.is_initialized()) or driver_in_use()
@@ -118,6 +123,23 @@ def _watched() -> Iterator[None]:
     if file is not None:
         faulthandler.cancel_dump_traceback_later()  # no fork has that thread
         file.close()
+
+
+@contextlib.contextmanager
+def _reading_noticed() -> Iterator[None]:
+    """Set `reads_place` if a variable of `PLACE` is read in this context."""
+    read: Any = os._Environ.__getitem__
+
+    def noted(variables: Any, name: Any) -> Any:
+        global reads_place
+        reads_place = reads_place or name in PLACE
+        return read(variables, name)
+
+    os._Environ.__getitem__ = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        os._Environ.__getitem__ = read  # type: ignore[method-assign]
 
 
 def _import(names: Sequence[str]) -> None:
@@ -139,9 +161,13 @@ def driver_in_use(descriptors: Path = Path("/proc/self/fd")) -> bool:
 
 
 def poisoned() -> bool:
-    """In a fork: whether CUDA cannot be used, because the forkserver has initialised CUDA or counted the devices."""
+    """In a fork: whether an import of the forkserver must be made after the fork.
+
+    Either CUDA cannot be used, because the import has initialised CUDA or counted the devices. Or the import has read
+    a worker's place.
+    """
     torch = sys.modules.get("torch")
-    return used_cuda or (torch is not None and torch.cuda._is_in_bad_fork())
+    return reads_place or used_cuda or (torch is not None and torch.cuda._is_in_bad_fork())
 
 
 def _guard() -> None:

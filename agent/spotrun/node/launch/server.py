@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 FOREVER = 2**31  # restarts that torch elastic allows: the head decides how many there are
 LOST = 255  # multiprocessing's exit code for a worker whose forkserver has ended (`popen_forkserver.Popen.poll`)
 ENDING = 1.0  # seconds: the pipes of a killed process may close before the process has ended
-POISONED = 3  # exit code of the trial process if the imports have initialised CUDA: then no fork can use CUDA
+POISONED = 3  # exit code of the trial process if the imports must be made after the fork, see `preload.poisoned`
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,8 @@ def _warm_up() -> None:
         if process.exitcode != POISONED:
             break
         modules = os.environ.pop(preload.MODULES, "")
-        log.warning("importing %s initialises CUDA, so each worker imports these modules after its fork", modules)
+        why = "initialises CUDA, or reads a worker's place such as RANK"
+        log.warning("importing %s %s, so each worker imports these modules after its fork", modules, why)
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
     if process.exitcode != 0:
         raise SystemExit(f"launcher: a trial worker ended with {process.exitcode}")
