@@ -52,6 +52,15 @@ def late():
 threading.Thread(target=late).start()
 state = "kept"
 """
+EXITS = """
+import atexit, sys, threading, time
+atexit.register(lambda: print("at exit"))
+def late():
+    threading.main_thread().join()
+    print("a thread ended")
+threading.Thread(target=late).start()
+sys.exit(0)
+"""
 
 
 async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> None:
@@ -68,7 +77,7 @@ async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> Non
         control.close()
 
         scripts = {
-            2: ("import sys; sys.exit()", 0),
+            2: (EXITS, 0),
             3: ("import sys; sys.exit(7)", 7),
             4: ("import sys; sys.exit('out of luck')", 1),
             5: ("def f():\n    1/0\nf()", 1),
@@ -84,6 +93,7 @@ async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> Non
         for number, (text, wanted) in scripts.items():
             b.start(number, text)
             assert await b.code(number) == wanted, text
+        assert b.log(2) == "a thread ended\nat exit\n"
         assert b.failure(3).message == "the script exited with code 7"
         assert "out of luck" in b.log(4)
         assert b.failure(5).message == "ZeroDivisionError: division by zero"

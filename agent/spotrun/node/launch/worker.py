@@ -102,12 +102,9 @@ def run(task: Task) -> None:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        code = error.code if isinstance(error.code, int) else 1
         if failures.void:
             _fail(task, "peer", f"the script exited with code {code} in a step that does not count", "", EXIT_PEER)
-        if code == 0:
-            atexit._run_exitfuncs()
-            return
         if isinstance(error.code, str):
             _print(f"{error.code}\n")
         _fail(task, "user", f"the script exited with code {code}", "", (code & 0xFF) or 1)
@@ -181,12 +178,19 @@ def _print(text: str) -> None:
 
 
 def _run_as_main(path: Path) -> None:
-    """Execute the file as `__main__`. Unlike runpy, keep the module afterwards: exit handlers may use it."""
+    """Execute the file as `__main__`. Unlike runpy, keep the module afterwards: exit handlers may use it.
+
+    Raises what the script raises, also `SystemExit`, unless the script says that it has succeeded.
+    """
     main = types.ModuleType("__main__")
     main.__file__ = str(path)
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
-    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), main.__dict__)
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), main.__dict__)
+    except SystemExit as error:
+        if error.code is not None and error.code != 0:
+            raise
 
 
 def _script_part(trace: types.TracebackType | None) -> types.TracebackType | None:
