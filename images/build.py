@@ -15,7 +15,6 @@ import itertools
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from images import kept
 from images.lint import SOURCES, packer_version
+from scripts import programs
 from scripts.make_command import make_command
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, load_cluster
@@ -184,25 +184,15 @@ def wheel(folder: Path) -> None:
 def _run(command: list[str]) -> None:
     """Run a command with its output on stderr: stdout is for the answer. Raises `SpotrunError` if it fails.
 
-    Ctrl-C reaches the command as well. Packer then removes what it has made in the cloud, and this function waits.
+    Packer removes what it has made in the cloud when it is interrupted, and this function waits for that.
     """
-    interrupted = False
-
-    def wait(*_: object) -> None:
-        nonlocal interrupted
-        interrupted = True
-        print(f"spotrun: interrupted; {Path(command[0]).name} is cleaning up, wait for it", file=sys.stderr, flush=True)
-
-    environment = {**os.environ, "CHECKPOINT_DISABLE": "1"}
-    before = signal.signal(signal.SIGINT, wait)
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr, check=False)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if interrupted:
-        raise KeyboardInterrupt
-    if done.returncode:
-        raise SpotrunError(f"`{' '.join(map(str, command[:2]))}` failed with exit status {done.returncode}; see above")
+    name = Path(command[0]).name
+    stopping = (
+        f"spotrun: interrupted; {name} is cleaning up, wait for it; another Ctrl-C kills it, and what it made stays"
+    )
+    code, _ = programs.run(command, ROOT, {**os.environ, "CHECKPOINT_DISABLE": "1"}, stopping)
+    if code:
+        raise SpotrunError(f"`{' '.join(map(str, command[:2]))}` failed with exit status {code}; see above")
 
 
 if __name__ == "__main__":

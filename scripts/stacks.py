@@ -7,21 +7,17 @@ do as well, on the same state, but with nothing to install from npm. These comma
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from scripts import console
+from scripts import console, programs
 from spotrun.errors import CloudError, SpotrunError
 from spotrun.spec import ClusterSpec
 from spotrun.spec.names import HEAD, group
@@ -37,6 +33,7 @@ _BUCKETS = {
     "aws_s3_bucket": ("aws", "s3", "region", "bucket"),
     "google_storage_bucket": ("gcp", "gs", "location", "name"),
 }
+_LOCKED = re.compile(r"Error acquiring the state lock.*?\bID: +(\S+)", re.DOTALL)
 _GROUPS = ("aws_autoscaling_group", "google_compute_instance_group_manager")
 
 
@@ -66,7 +63,7 @@ class Stacks:
         else:
             code = self._terraform("pools", *_PLAN, good=(0, 1, 2) if changes else (0, 2))
         if code == 1:
-            print("stack pools: no plan until stack base is up to date; `make up` updates both", flush=True)
+            console.warn("spotrun: stack pools can be planned when stack base is up to date")
         return changes or code == 2
 
     def apply(self) -> None:
@@ -121,8 +118,14 @@ class Stacks:
     def _terraform(self, stack: Stack, *words: str, good: tuple[int, ...] = (0,)) -> int:
         self._init(stack)
         self._refuse_unsaved(stack)
-        code = self._run(stack, list(words))[0]
+        code, said = self._run(stack, list(words))
         self._refuse_unsaved(stack)
+        if code not in good and (lock := re.search(_LOCKED, said)):
+            raise CloudError(
+                f"another Terraform works on stack {self.cluster}-{stack}, or was killed and has left its lock (see"
+                " above). Try again when it has ended. If none runs, remove the lock:"
+                f" `terraform -chdir={self._folder(stack)} force-unlock {lock[1]}`"
+            )
         if code not in good:
             raise CloudError(
                 f"terraform {words[0]} of stack {self.cluster}-{stack} failed, see above; Terraform knows what it has"
@@ -135,8 +138,13 @@ class Stacks:
             return
         code, said = self._run(stack, ["init", "-input=false", "-upgrade"], quiet=True)
         if code:
-            sys.stderr.write(said)
-            raise CloudError(f"terraform init of stack {self.cluster}-{stack} failed, see above")
+            console.warn(said)
+            failed = f"terraform init of stack {self.cluster}-{stack} failed, see above"
+            if not (self._folder(stack) / ".terraform.lock.hcl").exists():
+                raise CloudError(failed)
+            # Perhaps the registry does not answer. What an earlier init has installed is enough to take machines down;
+            # if it is not what the stack asks for, Terraform's next command says so.
+            console.warn(f"spotrun: {failed}; goes on with what is installed")
         self._ready.add(stack)
 
     def _refuse_unsaved(self, stack: Stack) -> None:
@@ -149,51 +157,17 @@ class Stacks:
             )
 
     def _run(self, stack: Stack, words: list[str], quiet: bool = False) -> tuple[int, str]:
-        """The exit status, and with `quiet` what it said on stdout and then on stderr. Else all of that goes to stderr.
-
-        Ctrl-C reaches Terraform too. Then wait until Terraform has stopped in good order and saved what it knows.
-        """
-        with _interrupts_held() as interrupted:
-            begun = subprocess.Popen(
-                [terraform(), *words, *([] if sys.stderr.isatty() and not quiet else ["-no-color"])],
-                cwd=self._folder(stack),
-                env={**os.environ, "TF_IN_AUTOMATION": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if quiet else sys.stderr,
-                stderr=subprocess.PIPE if quiet else None,
-                text=True,
-            )
-        with begun as process:
-            try:
-                if interrupted:
-                    raise KeyboardInterrupt
-                said = process.communicate()
-            except KeyboardInterrupt:
-                console.warn("spotrun: Terraform stops and saves what it knows; press Ctrl-C again to kill it")
-                try:
-                    process.communicate()
-                except KeyboardInterrupt:
-                    process.kill()
-                raise
-            return process.returncode, "".join(filter(None, said))
+        """The exit status, and what Terraform said. It is also shown, unless `quiet`."""
+        return programs.run(
+            [terraform(), *words, *([] if sys.stderr.isatty() and not quiet else ["-no-color"])],
+            self._folder(stack),
+            {**os.environ, "TF_IN_AUTOMATION": "1"},
+            "spotrun: Terraform stops and saves what it knows; press Ctrl-C again to kill it",
+            quiet,
+        )
 
     def _folder(self, stack: Stack) -> Path:
         return self.folder / "stacks" / f"{self.cluster}-{stack}"
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[list[int]]:
-    """Note a Ctrl-C instead of raising it. A Ctrl-C during a program's start would leave the program behind."""
-    noted: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield noted  # only the main thread gets a Ctrl-C
-        return
-    signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def synthesize(cluster: ClusterSpec, file: str, home: Path) -> Stacks:
