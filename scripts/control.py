@@ -101,6 +101,22 @@ def ask(access: Access, verb: str, *arguments: str, data: object = None) -> Any:
         return head.ask(verb, *arguments, data=data)
 
 
+def submit(access: Access, data: Status) -> str:
+    """Give a job to the head. Returns its id. Raises as `Head.ask` does.
+
+    If no answer comes, the head may have got the job. Then this says so: whoever submits it again would pay twice.
+    """
+    look = f"the head may have got the job; before you submit it again, look: `{make_command(access.file, 'jobs')}`"
+    with open_head(access) as head:
+        try:
+            return str(head.ask("submit", data=data)["job"])
+        except Unreachable as error:
+            raise Unreachable(f"{error}; {look}") from None
+        except KeyboardInterrupt:
+            console.warn(f"\nspotrun: interrupted; {look}")
+            raise
+
+
 def await_head(access: Access, description: str, patience: float = PATIENCE) -> Status:
     """The first status of a head that knows this description (its digest). Raises `Unreachable` after `patience` s."""
     deadline, told = time.monotonic() + patience, ""

@@ -31,21 +31,21 @@ def check(cluster: ClusterSpec, path: str) -> JobSpec:
 def submit(access: Access, cluster: ClusterSpec, path: str, say: Callable[[str], None]) -> str:
     """Bundle a job's folder and queue the job. Returns its id. Raises `SpotrunError`."""
     job = check(cluster, path)
-    packed = bundle.upload(access.store, Path(path).absolute().parent, job.script)
+    folder = Path(path).absolute().parent
+    packed = bundle.upload(access.store, folder, job.script)
     say(str(packed))
+    # Gathered before the head has the job. A file that is just being written may be refused: then no job must run.
+    origin = provenance.gather(path, access.file, packed.sha256, bundle.files(folder))
     try:
-        answer = control.ask(access, "submit", data={"job": job.model_dump(mode="json"), "code": packed.sha256})
+        submitted = control.submit(access, {"job": job.model_dump(mode="json"), "code": packed.sha256})
     except Unreachable:
         raise
     except SpotrunError as error:
         raise SpecError(f"{path}: {error}") from None
-    say(f"job {answer['job']} submitted")
-    names = bundle.files(Path(path).absolute().parent)
-    if warning := provenance.write(
-        access.store, str(answer["job"]), provenance.gather(path, access.file, packed.sha256, names)
-    ):
+    say(f"job {submitted} submitted")
+    if warning := provenance.write(access.store, submitted, origin):
         say(warning)
-    return str(answer["job"])
+    return submitted
 
 
 def follow(

@@ -30,10 +30,10 @@ def rerun(site: Site, job: str) -> dict[str, Any]:
         raise SpotrunError(f"ID: {job!r}: its bundle {state.code[:12]} is not in the bucket: use `make train JOB=`")
     known = provenance.again(origin, job, site.file, state.code)
     differs = differences(state, origin.version if origin else "", origin.cluster_file if origin else "", known)
-    answer = control.ask(access, "submit", data={"job": state.spec.model_dump(mode="json"), "code": state.code})
-    if warning := provenance.write(access.store, str(answer["job"]), known):
+    new = control.submit(access, {"job": state.spec.model_dump(mode="json"), "code": state.code})
+    if warning := provenance.write(access.store, new, known):
         differs.append(warning)
-    return {"job": str(answer["job"]), "rerun_of": job, "differs": differs}
+    return {"job": new, "rerun_of": job, "differs": differs}
 
 
 def differences(state: JobState, version: str, cluster_file: str, now: Any) -> list[str]:
@@ -84,13 +84,12 @@ def note(store: Store, cluster: str, job: str, text: str) -> Remarks:
 def remove(site: Site, job: str, force: bool, ask: Callable[[str], str] = input) -> dict[str, Any]:
     """Remove everything that the bucket has of a run that has ended. Asks first, unless `force`."""
     store, cluster = site.bucket(), site.cluster.name
-    state = runs.state(store, cluster, job)
-    _refuse(store, site, state)
+    _refuse(store, site, runs.state(store, cluster, job))
+    if not force:
+        _ask(job, run_show.objects(job, store.sizes(f"jobs/{job}")), ask)
+        _refuse(store, site, runs.state(store, cluster, job))  # another person may have relaunched it meanwhile
     sizes = store.sizes(f"jobs/{job}")
     what = run_show.objects(job, sizes)
-    if not force:
-        _ask(job, what, ask)
-        _refuse(store, site, runs.state(store, cluster, job))  # much may have changed before the answer came
     # The state goes last. If this removal fails before that, the next one still finds the run and removes the rest.
     last = job_key(job, "state.json")
     store.delete([key for key in sizes if key != last])
@@ -104,7 +103,7 @@ def removal(what: dict[str, Any]) -> list[str]:
 
 
 def _ask(job: str, what: dict[str, Any], ask: Callable[[str], str]) -> None:
-    if ask is input and not sys.stdin.isatty():
+    if ask is input and not (sys.stdin and sys.stdin.isatty()):
         raise SpotrunError(f"{job} stays: there is no terminal to ask; FORCE=1 removes it without a question")
     lines = [f"this removes all that the bucket has of {job}:", *removal(what), f"type {job} to remove it: "]
     try:

@@ -43,6 +43,8 @@ follow)
 *)
     if [ -e refuse ]; then cat refuse >&2; exit 2; fi
     [ "$1" = submit ] && cat > submitted
+    while [ -e slow ]; do sleep 0.1; done
+    [ -e die ] && kill -9 $PPID
     echo '{"job": "digits-1", "node": "spot-1", "jobs": ["digits-1", "digits-2"]}' ;;
 esac
 """

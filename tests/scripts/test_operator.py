@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import asyncssh
 import pytest
@@ -12,6 +17,7 @@ import pytest
 from scripts import control, display, jobs, queue
 from scripts import site as sites
 from scripts.make_command import LOCAL, here, make_command
+from scripts.ssh import Unreachable
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, host_key, job_key, queue_key
@@ -96,6 +102,59 @@ def test_submitting_sends_job_and_code(standin: Machines) -> None:
     assert sent["job"]["env"] == {"A": "1"}
     assert standin.store.exists(f"code/{sent['code']}.tar.zst")
     assert said[-1] == "job digits-1 submitted"
+
+
+def small_job(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "train.py").write_text("print()\n")
+    (folder / "job.yaml").write_text("script: train.py\n")
+    return folder / "job.yaml"
+
+
+SPEC = ClusterSpec(name="c", cloud="local", pools=({"name": "p", "zone": "local-a"},))
+
+
+def test_a_lost_answer_may_mean_a_job(standin: Machines) -> None:
+    """The head has the job, and the connection breaks before its answer. A second `make train` would cost twice."""
+    path = small_job(standin.folder / "work")
+    standin.write(die="")
+    with pytest.raises(
+        Unreachable, match="the head may have got the job; before you submit it again, look: `make jobs`"
+    ):
+        jobs.submit(standin.access, SPEC, str(path), print)
+    assert (standin.folder / "submitted").exists()
+
+
+def test_control_c_while_a_job_is_submitted_says_so(standin: Machines) -> None:
+    standin.write(slow="")
+    code = "import sys; from scripts import control, site; control.submit(site.of_file(sys.argv[1]).access(), {})"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(standin.cluster)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "SPOTRUN_HOME": str(standin.home)},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        wait_for((standin.folder / "submitted").exists, what="the head to get the job")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    (standin.folder / "slow").unlink()
+    jobs_of = make_command(str(standin.cluster), "jobs")
+    assert f"interrupted; the head may have got the job; before you submit it again, look: `{jobs_of}`" in said
+
+
+def test_a_folder_that_changes_while_its_job_is_submitted(standin: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be sent is refused before the head has the job, or not at all: after that, the job runs."""
+    path = small_job(standin.folder / "work")
+    submit = control.submit
+
+    def slow(*words: Any) -> str:
+        (path.parent / ".env").write_text("TOKEN=x\n")  # meanwhile, another program writes it
+        return submit(*words)
+
+    monkeypatch.setattr(control, "submit", slow)
+    assert jobs.submit(standin.access, SPEC, str(path), print) == "digits-1"
 
 
 def test_what_the_head_refuses_names_the_job_file(standin: Machines) -> None:

@@ -341,6 +341,22 @@ def test_rm_never_removes_a_run_that_goes_on(
     assert two.exists(job_key(A, "state.json"))
 
 
+def test_rm_keeps_a_run_that_was_relaunched_while_it_asked(two: Store) -> None:
+    """A person may answer minutes later. Until then, a colleague has continued the job from its checkpoint."""
+    ended = two.get(job_key(A, "state.json"))
+
+    def relaunched(_: str) -> str:
+        state = JobState.model_validate_json(ended).replace(phase="running", ended=None)
+        two.put(job_key(A, "state.json"), state.model_dump_json().encode())
+        two.put(queue_key("c"), QueueRecord(jobs=(A,)).model_dump_json().encode())
+        return A
+
+    before = two.list(f"jobs/{A}")
+    with pytest.raises(SpotrunError, match=f"{A} stays: it has not ended"):
+        run_changes.remove(Here(two), A, False, relaunched)
+    assert two.list(f"jobs/{A}") == before
+
+
 def test_rm_keeps_what_another_job_waits_for(two: Store) -> None:
     state = JobState.model_validate_json(two.get(job_key(B, "state.json"))).replace(phase="waiting", after=(A,))
     two.put(job_key(B, "state.json"), state.model_dump_json().encode())
