@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from scripts import bundle, control, cost
+from scripts import bundle, control, cost, ctrl_c
 from scripts.advise import Kind
 from scripts.home import home
 from scripts.jobs import check
+from scripts.make_command import make_command
 from scripts.site import Site
 from scripts.ssh import Access
 from spotrun.cloud import asking, prices
@@ -88,20 +89,22 @@ def measure(site: Site, path: str, seconds: float, say: Callable[[str], None]) -
         }
         one |= {"deadline": None}  # the speed is wanted, not the result
         asked = {"job": job.model_dump(mode="json") | one, "code": packed.sha256}
-        name = str(control.ask(access, "submit", data=asked)["job"])
-        say(f"measuring on pool {pool.name} for {seconds:g} s: job {name}")
-        try:
-            say(f"pool {pool.name}: {_measured(access, name, seconds, job.start_timeout)}")
-        except BaseException:  # Ctrl-C, or a connection that broke: the job would go on and cost money
-            _stop(access, name, say)
-            raise
+        with ctrl_c.all_ends():
+            name = control.submit(access, asked)
+            say(f"measuring on pool {pool.name} for {seconds:g} s: job {name}")
+            try:
+                say(f"pool {pool.name}: {_measured(access, name, seconds, job.start_timeout)}")
+            except BaseException:  # Ctrl-C, or a connection that broke: the job would go on and cost money
+                _stop(access, name, say)
+                raise
 
 
 def _stop(access: Access, name: str, say: Callable[[str], None]) -> None:
     try:
         control.ask(access, "stop", "--job", name)
     except SpotrunError as error:
-        say(f"job {name} may still run, and cost money; stop it with `make stop ID={name}`: {error}")
+        stop = make_command(access.file, "stop", f"ID={name}")
+        say(f"job {name} may still run, and cost money; stop it with `{stop}`: {error}")
 
 
 def _measured(access: Access, name: str, seconds: float, patience: float) -> str:

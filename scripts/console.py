@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any, TextIO
 
@@ -20,8 +21,9 @@ def say(text: str, out: TextIO | None = None, raw: bool = False, end: str = "\n"
 
 
 def warn(text: str) -> None:
-    """Print text for a person on stderr: it is not part of the answer."""
-    say(text, sys.stderr)
+    """Print text for a person on stderr: it is not part of the answer. So nothing fails if it cannot be printed."""
+    with contextlib.suppress(OSError):  # the terminal is gone, or Ctrl-C has ended `tee` too
+        say(text, sys.stderr)
 
 
 def answer(value: Any, out: TextIO | None = None) -> None:

@@ -1,9 +1,11 @@
-"""Lets Ctrl-C end a command without a traceback while the modules of the command load."""
+"""What ends a command from outside: Ctrl-C while its modules load, a cancelled CI job, a lost terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 
 INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended, as in shells
 
@@ -18,6 +20,27 @@ def raise_again() -> None:
     """From now on, Ctrl-C raises `KeyboardInterrupt` again."""
     if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def all_ends() -> Iterator[None]:
+    """Treat SIGTERM (a cancelled CI job) and SIGHUP (a lost terminal) like Ctrl-C, for work that must not just stop."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, _interrupt_once)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt_once(number: int, _: object) -> None:
+    # A CI system sends SIGTERM to all processes of a job, and make sends its own on. The second must not end what the
+    # first has begun, such as taking machines down.
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _exit(*_: object) -> None:

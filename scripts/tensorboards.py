@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import tempfile
 import threading
 import time
@@ -11,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from scripts import console, runs
+from scripts import console, ctrl_c, runs
 from scripts.event_files import EventFile, library
 from scripts.make_command import make_command
 from scripts.site import Site
@@ -162,9 +161,7 @@ def chosen(site: Site, ids: Sequence[str], group: str | None) -> list[str]:
 def serve(store: Store, cluster: str, jobs: Sequence[str], port: int, say: Callable[[str], None]) -> None:
     """Serve until Ctrl-C. port: 0: any free one. say: gets the address, once. Raises `SpotrunError`."""
     library("tensorboard", "tensorboard", "make tensorboard")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, so that the folder is removed
-        signal.signal(number, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="spotrun-tensorboard-") as folder:
+    with ctrl_c.all_ends(), tempfile.TemporaryDirectory(prefix="spotrun-tensorboard-") as folder:
         boards = [Board(store, cluster, job, Path(folder, job)) for job in jobs]
         try:
             took = _update(boards)

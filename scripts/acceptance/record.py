@@ -87,6 +87,7 @@ class Keeper:
     def __init__(self, folder: Path, bucket: Callable[[], Store], cluster: str) -> None:
         self._folder, self._cluster = folder, cluster
         self._bucket = functools.cache(bucket)  # an error is not cached, so the next call tries again
+        self._standing = False  # whether the cluster may be up, as the bucket has it
 
     def load(self, digest: str) -> Record:
         """The newest record in either place."""
@@ -94,22 +95,27 @@ class Keeper:
         found = [parse(file.read_bytes() if file.exists() else None)]
         with contextlib.suppress(SpotrunError):  # no login yet, or no bucket yet: a step reports that
             found.append(parse(self._bucket().find(acceptance_key(self._cluster, "state.json"))))
-        return choose(found, self._cluster, digest)
+        record = choose(found, self._cluster, digest)
+        self._standing = record.standing
+        return record
 
     def save(self, record: Record) -> None:
-        """Write the record here, and into the bucket once the cluster may be up."""
-        self._write("state.json", record.model_dump_json(indent=1), bool(record.standing))
+        """Write the record here, and into the bucket while the cluster may be up, and when it has been taken down."""
+        self._write("state.json", record.model_dump_json(indent=1), record.standing or self._standing)
+        self._standing = record.standing
 
     def publish(self, **reports: str) -> list[str]:
         """Write the reports, such as report.md. Returns where they are."""
         return [place for name, text in reports.items() for place in self._write(f"report.{name}", text, True)]
 
     def _write(self, name: str, text: str, bucket: bool) -> list[str]:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        part = self._folder / f".{name}"
-        part.write_text(text)
-        os.replace(part, self._folder / name)
-        places = [str(self._folder / name)]
+        places = []
+        with contextlib.suppress(OSError):  # a full disk must not keep the machines running
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part = self._folder / f".{name}"
+            part.write_text(text)
+            os.replace(part, self._folder / name)
+            places.append(str(self._folder / name))
         if bucket:
             key = acceptance_key(self._cluster, name)
             with contextlib.suppress(SpotrunError):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from scripts import ctrl_c
 from scripts.acceptance import plan, report
 from scripts.acceptance.record import Facts, Failed, Keeper, NotRun, Record, Result
 from scripts.acceptance.steps import Step
@@ -35,20 +35,21 @@ class Runner:
     def run(self, again: bool = False) -> int:
         """Run the steps. Returns the exit status: 0, 1 if a step failed, 130 after Ctrl-C.
 
-        again: repeat the steps that have passed. The steps of the end are done after a failure and after Ctrl-C too.
+        again: repeat the steps that have passed. The steps of the end are done after a failure and after Ctrl-C too,
+        and when a CI job is cancelled or the terminal is gone.
         """
         chosen = plan.todo(self.steps, self.record.results, again, self.record.standing, self.cluster)
         names = {step.name for step in chosen}
         kept = {name: result for name, result in self.record.results.items() if name not in names}
         self.record = self.record.replace(results=kept)
         work = [step for step in chosen if step.stage != "end"]
-        with _terminated_as_interrupted():
+        with ctrl_c.all_ends():
             try:
                 for step in work:
                     self._put(step, self._attempt(step))
             except KeyboardInterrupt:
                 self._interrupted = True
-                self.say(f"\n{INTERRUPTED}; taking the cluster down")
+                self._tell(f"\n{INTERRUPTED}; taking the cluster down")
                 for step in work:
                     if step.name not in self.record.results:
                         self._put(step, Result(state="not run", reason=INTERRUPTED), quiet=True)
@@ -75,7 +76,7 @@ class Runner:
         reason = plan.missing(step, self.cluster) or plan.blocked(step, self.steps, self.record.results)
         if reason:
             return Result(state="not run", reason=reason, at=time.time())
-        self.say(report.announce(step, self.cluster))
+        self._tell(report.announce(step, self.cluster))
         if step.sets_up:
             self.record = self.record.with_standing(True)  # saved before the step begins, because it may be killed
             self.keeper.save(self.record)
@@ -96,8 +97,12 @@ class Runner:
     def _put(self, step: Step, result: Result, quiet: bool = False) -> None:
         self.record = self.record.with_result(step.name, result)
         if not quiet and (result.seconds or result.state != "not run"):
-            self.say(report.outcome(step, result))
+            self._tell(report.outcome(step, result))
         self.keeper.save(self.record)
+
+    def _tell(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal may be gone, or `tee`; the cluster is taken down all the same
+            self.say(text)
 
     def _publish(self) -> None:
         self.keeper.save(self.record)
@@ -105,19 +110,5 @@ class Runner:
         data = to_json(report.document(self.steps, self.record, self.cluster)) + "\n"
         places = self.keeper.publish(md=text, json=data)
         for reason, names in report.not_run(self.steps, self.record).items():
-            self.say(f"not run: {reason}: {', '.join(names)}")
-        self.say(f"{report.verdict(self.steps, self.record)}; the report: {', '.join(places)}")
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C: the run ends and takes the cluster down. A cancelled CI job gets a SIGTERM."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+            self._tell(f"not run: {reason}: {', '.join(names)}")
+        self._tell(f"{report.verdict(self.steps, self.record)}; the report: {', '.join(places)}")

@@ -77,7 +77,10 @@ def test_each_pool_is_measured(cluster: Harness, tmp_path: Path) -> None:
     assert measuring(cluster) == []
 
 
-def test_a_measurement_that_is_interrupted_leaves_no_job(cluster: Harness, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "a cancelled CI job"])
+def test_a_measurement_that_is_interrupted_leaves_no_job(
+    number: signal.Signals, cluster: Harness, tmp_path: Path
+) -> None:
     """Otherwise it would go on and cost money."""
     # On a busy machine, the example can end before this test has seen it.
     long = Path(shutil.copytree(VIT.parent, tmp_path / "vit")) / VIT.name
@@ -87,7 +90,7 @@ def test_a_measurement_that_is_interrupted_leaves_no_job(cluster: Harness, tmp_p
     process = subprocess.Popen(command(cluster, "--measure", "10m", job=long), cwd=ROOT, env=dict(os.environ))
     try:
         wait_for(lambda: measuring(cluster), 120, "the job that measures")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         assert process.wait(240) != 0
         wait_for(lambda: measuring(cluster) == [], 60, "its end")
     finally:

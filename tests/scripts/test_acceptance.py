@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -144,6 +145,15 @@ def test_all_passes_and_a_second_run_has_nothing_to_do(work: Work) -> None:
     assert work.done == first
 
 
+def test_another_checkout_learns_that_the_cluster_was_taken_down(work: Work, tmp_path: Path) -> None:
+    """Otherwise a run there would take the cluster for its own, and take it down with the jobs that train by then."""
+    assert work.run() == 0
+    other = Keeper(tmp_path / "another home", lambda: Store(str(tmp_path / "bucket")), work.cluster.name)
+    record = other.load(work.cluster.digest)
+    assert record.results["down"].state == "passed"
+    assert not record.standing
+
+
 def test_a_later_run_goes_on_where_the_first_one_failed(work: Work) -> None:
     """It skips what passed, and brings the cluster up for what did not."""
     work.raising["kill"] = SpotrunError("it did not go on")
@@ -161,7 +171,10 @@ def test_another_description_is_another_acceptance(work: Work) -> None:
     assert "tools" in work.done
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "a cancelled CI job"])
+ENDS = {"Ctrl-C": signal.SIGINT, "a cancelled CI job": signal.SIGTERM, "a lost terminal": signal.SIGHUP}
+
+
+@pytest.mark.parametrize("number", ENDS.values(), ids=ENDS.keys())
 def test_an_interrupted_run_takes_the_cluster_down(number: signal.Signals, work: Work) -> None:
     work.raising["notice"] = lambda: os.kill(os.getpid(), number)
     assert work.run() == 130
@@ -171,6 +184,48 @@ def test_an_interrupted_run_takes_the_cluster_down(number: signal.Signals, work:
     work.raising.clear()
     assert work.run() == 0
     assert work.done[:2] == ["up", "notice"]
+
+
+def test_a_second_sigterm_leaves_no_cluster_standing(work: Work) -> None:
+    """A CI system sends SIGTERM to all processes of a job, and make sends its own on to the command."""
+
+    def twice() -> None:
+        say = work.runner.say
+
+        def again(text: str) -> None:
+            work.runner.say = say
+            os.kill(os.getpid(), signal.SIGTERM)
+            say(text)
+
+        work.runner.say = again
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    work.raising["notice"] = twice
+    assert work.run() == 130
+    assert work.done[-3:] == ["notice", "down", "left"]
+    assert not work.runner.record.standing
+
+
+@pytest.mark.parametrize("what", ["no terminal", "a full disk"])
+def test_a_cluster_is_taken_down_though_nothing_can_be_written(
+    what: str, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make acceptance | tee log`: Ctrl-C ends tee as well. Or something has filled the disk meanwhile."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe") if what == "no terminal" else OSError(errno.ENOSPC, "full")
+
+    def interrupt() -> None:
+        if what == "no terminal":
+            work.runner.say = refuse
+        else:
+            monkeypatch.setattr(Path, "write_text", refuse)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    work.raising["notice"] = interrupt
+    assert work.run() == 130
+    assert work.done[-3:] == ["notice", "down", "left"]
+    assert not work.runner.record.standing
 
 
 def test_what_a_killed_run_left_is_taken_down(work: Work) -> None:

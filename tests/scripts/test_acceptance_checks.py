@@ -9,19 +9,21 @@ from typing import Any, cast
 
 import pytest
 
+from scripts import site as sites
 from scripts.acceptance import accounts, devices, plan
 from scripts.acceptance.checks import CHECKS
 from scripts.acceptance.jobs import plans
 from scripts.acceptance.probes.words import transport
-from scripts.acceptance.record import Failed, NotRun
+from scripts.acceptance.record import Failed, Keeper, NotRun, Record
 from scripts.acceptance.rig import Rig
-from scripts.acceptance.start import accept
+from scripts.acceptance.start import _others, accept
 from scripts.acceptance.steps import STEPS
 from scripts.acceptance.trace import Trace, _parsed
 from scripts.home import home
 from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError
 from spotrun.spec import PoolSpec, load_cluster
+from tests.fakes.cluster import Machines
 
 ROOT = Path(__file__).parents[2]
 G5 = load_cluster(ROOT / "clusters/aws-g5.yaml")
@@ -264,6 +266,25 @@ def test_a_cluster_that_is_up_is_left_alone(tmp_path: Path, monkeypatch: pytest.
     said: list[str] = []
     with pytest.raises(SpotrunError, match="cluster mine is up, and an acceptance takes its cluster down at the end"):
         accept(str(file), False, False, said.append)
+
+
+def test_jobs_on_a_cluster_that_an_acceptance_has_left_are_not_ended(
+    standin: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed run left it up. It was then taken down by hand, and brought up again for work."""
+    monkeypatch.setenv("SPOTRUN_HOME", str(standin.home))
+    own = [
+        {"job": "gpu-pair-20261122-101530", "phase": "running"},
+        {"job": "faults-20261122-101530-2", "phase": "queued"},
+    ]
+    standin.write(jobs_json=[*own, {"job": "gpu-20261122-101530", "phase": "failed"}])
+    Keeper(standin.home / "acceptance/c", lambda: standin.store, "c").save(
+        Record(cluster="c", digest="", standing=True)
+    )
+    assert _others(sites.of_file(str(standin.cluster))) == []
+    standin.write(jobs_json=[*own, {"job": "gpu-llama-20261122-101530", "phase": "running"}])
+    with pytest.raises(SpotrunError, match=r"but has other jobs now: gpu-llama-20261122-101530\. An"):
+        accept(str(standin.cluster), False, False, print)
 
 
 def test_a_dry_run_only_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
