@@ -185,7 +185,7 @@ def _walk(folder: Path, root: Path, ignores: _Ignores) -> Iterator[tuple[Path, b
         if inner:
             yield from _walk(path, root, ignores)
         elif entry.is_symlink():
-            if not Path(os.path.realpath(path)).is_relative_to(root) or os.readlink(path).startswith("/"):
+            if _leads_out(path, root):
                 raise SpotrunError(
                     f"{path}: a link to {os.readlink(path)}, which nodes do not have; copy the file here, or exclude"
                     f" the link in {GIT} or {OWN}"
@@ -195,6 +195,13 @@ def _walk(folder: Path, root: Path, ignores: _Ignores) -> Iterator[tuple[Path, b
             yield path.relative_to(root), wanted
         elif entry.is_file(follow_symlinks=False):  # sockets, pipes and devices stay out
             yield path.relative_to(root), wanted
+
+
+def _leads_out(link: Path, root: Path) -> bool:
+    """Whether a link leads out of `root`, also if only for a part of its way: on a node, `root` has another name."""
+    target = os.readlink(link)
+    way = os.path.normpath(link.parent.relative_to(root) / target)
+    return target.startswith("/") or way.split("/")[0] == ".." or not Path(os.path.realpath(link)).is_relative_to(root)
 
 
 def _read(folder: Path, name: str) -> tuple[tuple[Path, GitIgnoreSpec], ...]:

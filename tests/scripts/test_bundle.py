@@ -81,6 +81,22 @@ def test_some_folders_are_never_sent(tmp_path: Path) -> None:
     assert names(tmp_path) == ["sub/a.py", "train.py"]
 
 
+@pytest.mark.parametrize("target", ["../job/lib/a.py", "lib/../../job/lib/a.py"])
+def test_a_link_that_leaves_the_folder_on_its_way_is_refused(tmp_path: Path, target: str) -> None:
+    """It works here only, since the folder has another name on a node. A node refuses the whole bundle for it."""
+    folder = write(tmp_path / "job", train_dot_py="", lib__a_dot_py="")
+    (folder / "a.py").symlink_to(target)
+    assert (folder / "a.py").exists()
+    with pytest.raises(SpotrunError, match=r"a\.py: a link to .*, which nodes do not have"):
+        bundle.files(folder)
+    (folder / "a.py").unlink()
+    (folder / "lib/b.py").symlink_to("../lib/a.py")
+    (folder / "lib/..c.py").symlink_to("../lib/..d.py")
+    assert names(folder) == ["lib/..c.py", "lib/a.py", "lib/b.py", "train.py"]
+    (tmp_path / "packed").write_bytes(archive(folder))
+    node_bundle.unpack(tmp_path / "packed", tmp_path / "node", "packed")
+
+
 def test_equal_folders_are_equal_bundles(tmp_path: Path) -> None:
     one = write(tmp_path / "one", b="2", a="1", c__d="3")
     two = write(tmp_path / "two", c__d="3", a="1", b="2")
