@@ -19,7 +19,7 @@ from spotrun.errors import CloudError, NotFound, SpecError, SpotrunError
 from spotrun.machine import private_paths
 from spotrun.spec import ClusterSpec, described
 from spotrun.spec.names import bucket_url
-from spotrun.store import Store, cluster_key, head_key, host_key, replaced_key
+from spotrun.store import CHECKPOINTS, CODE, JOBS, KEPT, Store, cluster_key, head_key, host_key, replaced_key
 
 BOOT = 900.0  # seconds to wait for a new head: its machine is made and boots, and it reads the bucket
 END = 1200.0  # seconds to wait for machines that shut down; those with 8 GPUs take many minutes
@@ -76,20 +76,31 @@ class CloudSite:
             preflight.check_endpoints(cluster, document, self.file)
             if not terraform.has_head():  # true also after an interrupted `down`
                 queue.hold(store, cluster.name)
-            terraform.apply()
-            _forget_gone(cluster, store, ask)
-        return control.await_head(self._access, cluster.digest, BOOT)
+            try:
+                terraform.apply()
+                _forget_gone(cluster, store, ask)
+                return control.await_head(self._access, cluster.digest, BOOT)
+            except BaseException:  # Ctrl-C too
+                again, down = self._make("up"), self._make("down")
+                console.warn(f"spotrun: what is up now costs money: `{again}` goes on, `{down}` takes it down")
+                raise
 
     def unfinished(self) -> list[control.Unfinished]:
         """As in `Site`. The bucket is asked, because the head may be out of reach."""
         return queue.unfinished(self.bucket(), self.cluster.name, self._make("down", "FORCE=1"))
 
     def down(self, everything: bool) -> str:
-        """Have Terraform remove the machines. A bucket with checkpoints is never deleted."""
+        """Have Terraform remove the machines. A bucket with results of jobs is never deleted."""
         cluster, store = self.cluster, self.bucket()
         if everything:
             self._refuse_contents()
         terraform = self._stacks(store.url)
+        made = terraform.exists("base")
+        if everything and not made and _is_there(store):
+            raise SpotrunError(
+                f"cluster {cluster.name} has a bucket, {store.url}, but Terraform knows nothing of it and of its"
+                f" network here, and can remove neither: {self._other_state()}"
+            )
         with cloud.asking(cluster) as ask:
             _destroy_pools(cluster, terraform, ask)
             if left := _machines(ask):
@@ -101,6 +112,8 @@ class CloudSite:
         store.delete([head_key(cluster.name), replaced_key(cluster.name), *_of_machines(cluster, store)])
         if not everything:
             queue.hold(store, cluster.name)  # `cdktf deploy` can bring the cluster up too
+            if not made:
+                return f"cluster {cluster.name} is not up, and Terraform knows of no part of it here"
             rest = f"its network and its bucket stay, {store.url}; `{self._make('down', 'ALL=1')}` removes them too"
             return f"cluster {cluster.name} is down; {rest}"
         self._refuse_contents()  # a job may have written until its machines ended
@@ -179,16 +192,19 @@ class CloudSite:
             )
 
     def _refuse_contents(self) -> None:
-        """Raise `SpotrunError` that names what spotrun must not delete from the bucket: checkpoints, users' data."""
+        """Raise `SpotrunError` that names what must not be deleted from the bucket: jobs' results, users' data."""
         store = self.bucket()
         keys = _list(store, "")
-        jobs = sorted({key.split("/")[1] for key in keys if key.startswith("jobs/") and "/checkpoints/" in key})
-        own = (f"clusters/{self.cluster.name}/", "code/", "jobs/")
+        own = (f"clusters/{self.cluster.name}/", CODE, JOBS)
         others = [key for key in keys if not key.startswith(own)]
-        if not jobs and not others:
-            return
-        what = [f"checkpoints of {_some(jobs)}"] if jobs else []
+        what = [
+            f"{name} of {_some(jobs)}"
+            for name, folder in (("checkpoints", CHECKPOINTS), ("kept folders", KEPT))
+            if (jobs := _with(folder, keys))
+        ]
         what += [f"what spotrun did not write ({_some(others)})"] if others else []
+        if not what:
+            return
         tool = "gcloud storage rm --recursive" if self.cluster.cloud == "gcp" else "aws s3 rm --recursive"
         raise SpotrunError(
             f"bucket {store.url} holds {' and '.join(what)}, which spotrun never deletes: copy what you need, remove it"
@@ -293,6 +309,20 @@ def _list(store: Store, prefix: str) -> list[str]:
         return store.list(prefix)
     except NotFound:
         return []
+
+
+def _is_there(store: Store) -> bool:
+    """Whether the bucket exists."""
+    try:
+        store.list("clusters")
+    except NotFound:
+        return False
+    return True
+
+
+def _with(folder: str, keys: list[str]) -> list[str]:
+    """The jobs that have something in this folder."""
+    return sorted({key.split("/")[1] for key in keys if key.startswith(JOBS) and key.split("/")[2:3] == [folder]})
 
 
 def _some(names: list[str]) -> str:

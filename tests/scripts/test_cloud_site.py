@@ -23,6 +23,7 @@ from spotrun.store import (
     checkpoint_key,
     head_key,
     host_key,
+    kept_key,
     log_key,
     queue_key,
     replaced_key,
@@ -90,6 +91,7 @@ def test_checkpoints_are_never_deleted(aws: Moto, tmp_path: Path) -> None:
 def test_down(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pools go and what pointed to them; then, with ALL=1, the rest."""
     monkeypatch.setattr(stacks, "synthesize", lambda *_: made)  # it is slow, and has tests of its own
+    monkeypatch.setenv("STATE", VPC)
     store = bucket(tmp_path)
     own = (head_key("c"), replaced_key("c"), host_key("c", "head"), host_key("c", "i-1"), unfit_key("c", "i-1"))
     for key in (*own, "jobs/job-1/state.json"):
@@ -105,6 +107,19 @@ def test_down(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytes
     assert sites.take_down(at(tmp_path), force=False, everything=True) == "nothing is left of cluster c"
     assert store.list("") == []
     assert [call.split()[0] for call in calls(tmp_path) if "destroy" in call] == ["c-pools", "c-pools", "c-base"]
+
+
+def test_down_from_a_checkout_that_knows_nothing_empties_no_bucket(
+    aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster was made with the state of another checkout. So Terraform here removes neither network nor bucket."""
+    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
+    store = bucket(tmp_path)
+    store.put("jobs/job-1/state.json", b"{}")
+    assert "is not up, and Terraform knows of no part of it here" in sites.take_down(at(tmp_path), force=False)
+    with pytest.raises(SpotrunError, match=r"Terraform knows nothing of it and of its network"):
+        sites.take_down(at(tmp_path), force=False, everything=True)
+    assert store.list("") == ["jobs/job-1/state.json"]
 
 
 @pytest.fixture
@@ -189,6 +204,7 @@ def test_down_waits_for_machines_that_shut_down(
 ) -> None:
     """Their placement group cannot be deleted before. A machine that runs is no reason to wait."""
     monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
+    monkeypatch.setenv("STATE", VPC)
     monkeypatch.setattr(cloud_site, "PAUSE", 0.0501)  # a time for which nothing else sleeps
     once = 'if [ "$1" = destroy ] && [ ! -e "$CALLS.once" ]; then touch "$CALLS.once"; exit 1; fi'
     programs(terraform=TERRAFORM.replace("exit 0\n", f"{once}\nexit 0\n"))
@@ -222,6 +238,19 @@ def test_up_of_a_cluster_that_another_checkout_made(
     ):
         at(tmp_path).up()
     assert not any("apply" in call for call in calls(tmp_path))
+
+
+def test_what_jobs_have_kept_is_never_deleted(aws: Moto, tmp_path: Path) -> None:
+    """The results of a job that has no checkpoint, such as one whose script does not use `spotrun`."""
+    store = bucket(tmp_path)
+    for key in (kept_key("eval-1", 3), kept_key("eval-1", 3, "out/model.safetensors")):
+        store.put(key, b"{}")
+    with pytest.raises(SpotrunError, match=r"holds kept folders of eval-1, which spotrun never deletes"):
+        sites.take_down(at(tmp_path), force=True, everything=True)
+    store.put(checkpoint_key("job-1", 7), b"{}")
+    with pytest.raises(SpotrunError, match=r"holds checkpoints of job-1 and kept folders of eval-1, which"):
+        sites.take_down(at(tmp_path), force=True, everything=True)
+    assert not any("destroy" in call for call in calls(tmp_path))
 
 
 def test_what_users_put_into_the_bucket_stays(aws: Moto, tmp_path: Path) -> None:
