@@ -155,7 +155,7 @@ budget: $(READY) ## change what the job may cost in all: TO= (dollars). If it ha
 simulate: $(READY) ## what a job would cost, and when it would end, on recorded spot markets; starts nothing [JOB= TRACES=folder POLARITY=available or preempted, RUNS= SEED=]
 	@$(FAB) simulate $(cluster) --job " $$JOB" $(call flag,TRACES,traces) $(call flag,POLARITY,polarity) $(call flag,RUNS,runs) $(call flag,SEED,seed)
 
-down: $(READY) ## take the cluster down; refused while a job runs [FORCE=1: even then; ALL=1: also a cloud's network and bucket, unless the bucket holds checkpoints]
+down: $(READY) ## take the cluster down; refused while a job runs [FORCE=1: even then; ALL=1: also a cloud's network and bucket, unless the bucket holds results]
 	@$(FAB) down $(cluster) $(call yes,FORCE,force) $(call yes,ALL,all)
 
 acceptance: $(READY) ## the first day: try everything on real machines, cheapest first, then take it down [DRY=1: only list; ALL=1: also what has passed]
@@ -264,11 +264,12 @@ $(CHECKOV)/.installed: .ci/checkov.txt
 	@touch $@
 
 comma := ,
-# Make the virtual environment if it is missing, and install the project with these extras. All output goes to stderr:
-# stdout is for the target's own answer. pip does not compile, because it would compile one module after the other, most
-# of them of Terraform's providers, of which few are ever loaded.
+# Make the virtual environment, unless it is there and has pip, which comes last: an earlier make may have been
+# interrupted. Then install the project with these extras. All output goes to stderr: stdout is for the target's own
+# answer. pip does not compile, because it would compile one module after the other, most of them of Terraform's
+# providers, of which few are ever loaded.
 define install
-if [ ! -x $(VENV)/bin/python ]; then \
+if ! $(VENV)/bin/python -m pip --version >/dev/null 2>&1; then \
 	for python in $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python; do \
 		$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && break; python=; \
 	done; \
@@ -277,7 +278,7 @@ if [ ! -x $(VENV)/bin/python ]; then \
 		exit 2; \
 	fi; \
 	echo "Creating $(VENV) with $$($$python --version)" >&2; \
-	$$python -m venv $(VENV) >&2 || { rm -rf $(VENV); echo "Could not create $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }; \
+	$$python -m venv $(VENV) >&2 || { echo "Could not create $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }; \
 fi; \
 echo "Installing what is needed into $(VENV); this happens once" >&2; \
 $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[$(1)]' >&2 && \

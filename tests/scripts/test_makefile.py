@@ -137,6 +137,27 @@ def test_tasks_learn_what_was_typed(venv: Path) -> None:
     assert "JOB" not in called(make(venv, "stop", JOB="digits-1"))[1]["SPOTRUN_TYPED"].split(), "not typed here"
 
 
+def test_an_environment_whose_making_was_interrupted_is_made_again(venv: Path, tmp_path: Path) -> None:
+    """`python -m venv` installs pip last, and that takes most of the time."""
+    program = venv / "bin/python"
+    whole, half = program.read_text(), "#!/bin/sh\necho No module named pip >&2; exit 1\n"
+    whole = whole.replace(
+        "import json, os, sys\n", "import json, os, sys\nif sys.argv[2] != 'scripts.fab': sys.exit()\n"
+    )
+    (tmp_path / "whole").write_text(whole)
+    other = tmp_path / "other-python"
+    other.write_text(f'#!/bin/sh\n[ "$1 $2" = "-m venv" ] && exec cp {tmp_path}/whole "$3/bin/python"\nexit 0\n')
+    other.chmod(0o755)
+    program.write_text(half)
+    (venv / ".installed").unlink()
+    words, _ = called(make(venv, "status", f"PYTHON={other}"))
+    assert words == ["status", "--cluster", " clusters/local.yaml"]
+    (venv / ".installed").unlink()
+    other.write_text("#!/bin/sh\nexit 1\n")
+    done = make(venv, "status", f"PYTHON={other}")
+    assert done.returncode == 0, "one that is whole is not made again"
+
+
 def test_every_variable_of_a_target_is_allowed() -> None:
     recipes = dict(
         re.findall(r"^([a-z-]+): \$\(READY\).*\n\t@\$\(FAB\) (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
