@@ -7,17 +7,21 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
 
 from spotrun.cloud import Instance
 from spotrun.cloud.local import cloud as client
 from spotrun.cloud.local import procs
 from spotrun.cloud.local.cloud import down, find, up
-from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, ZYGOTE_MARK, Layout
+from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, ZYGOTE_MARK, Layout, ensure_key
 from spotrun.errors import CloudError
 from spotrun.spec import ClusterSpec
 from tests.cloud.local_cluster import Cluster, left_behind
@@ -115,6 +119,42 @@ async def test_killed_daemon_then_down_is_clean(cluster: Cluster) -> None:
     await asyncio.to_thread(down, "tiny", cluster.home)
     assert left_behind(cluster.layout) == []
     ports_free(record, nodes)
+
+
+async def test_down_with_a_full_disk(cluster: Cluster) -> None:
+    """What trains may have filled it. A limit for the size of files takes the place of a full disk."""
+    await cluster.up()
+    code = (
+        "import resource, sys; from pathlib import Path; from spotrun.cloud.local.cloud import down;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); down('tiny', Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", code, str(cluster.home)]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert left_behind(cluster.layout) == []
+
+
+def test_a_key_pair_is_one_pair(tmp_path: Path) -> None:
+    """Of several first commands at once, each makes the key; and one was killed before it had the public key."""
+    meet = Barrier(8)
+
+    def make(folder: Path) -> str:
+        meet.wait()
+        return ensure_key(folder / "key")
+
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(20):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            lines = set(pool.map(make, [folder] * 8))
+            private = load_ssh_private_key((folder / "key").read_bytes(), None)
+            public = private.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+            assert (lines, (folder / "key.pub").read_text().strip()) == ({public}, public)
+            assert sorted(path.name for path in folder.iterdir()) == ["key", "key.pub"]
+    (tmp_path / "0/key.pub").write_text("")
+    line = ensure_key(tmp_path / "0/key")
+    assert line.startswith("ssh-ed25519 ")
+    assert line == (tmp_path / "0/key.pub").read_text().strip()
 
 
 async def test_two_clusters_at_once(cluster: Cluster, tmp_path: Path) -> None:

@@ -348,7 +348,7 @@ def _lock(layout: Layout) -> Iterator[None]:
                     f" has not ended within {_LOCKED:g} s; end it first"
                 )
             time.sleep(0.05)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        with contextlib.suppress(OSError):  # if the disk is full, `down` must go on: the pid is for a message only
+            file.truncate(0)
+            os.write(file.fileno(), str(os.getpid()).encode())
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,7 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_ssh_private_key,
+)
 
 from spotrun.cloud.base import Market
 from spotrun.machine import private_paths
@@ -161,16 +168,29 @@ def write_json(path: Path, values: object) -> None:
 
 
 def ensure_key(path: Path) -> str:
-    """Make an SSH key pair at `path` and `path.pub` unless it exists. Returns the public line."""
+    """Make an SSH key pair at `path` and `path.pub` unless it exists. Returns the public line.
+
+    Several processes may do this at once, and each may be interrupted: the pair is still one.
+    """
     public = path.with_name(path.name + ".pub")
-    if not (path.exists() and public.exists()):
+    if not path.exists():
         key = Ed25519PrivateKey.generate()
-        path.unlink(missing_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-        public.touch(mode=0o600)
-        public.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+        part = _part(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            os.link(part, path)
+        part.unlink()
+    if not public.exists() or not public.read_text().strip():
+        known = load_ssh_private_key(path.read_bytes(), None).public_key()
+        _part(public, known.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n").replace(public)
     return public.read_text().strip()
+
+
+def _part(path: Path, data: bytes) -> Path:
+    """A file beside `path` with this content, readable only by its owner."""
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+    return part
 
 
 def base_environment(mark: str) -> dict[str, str]:
