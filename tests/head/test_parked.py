@@ -126,6 +126,24 @@ async def test_an_operator_stops_a_parked_job(tmp_path: Path) -> None:
     assert [list(puppet.work) for puppet in stage.puppets.values()] == [[good]]
 
 
+async def test_a_parked_job_of_a_group_is_stopped_with_it(tmp_path: Path) -> None:
+    """It would train on, and cost money, though the operator was told that the group stops."""
+    stage = Theatre(tmp_path, machines=1, devices=2)
+    bad, good = [await stage.queue_job(name, 1, devices=1, group="search") for name in ("bad", "good")]
+    await stage.round(10)
+    lie(stage, bad)
+    await stage.round(3)
+    assert list(stage.head.parked) == [bad]
+    stopping = asyncio.create_task(asked(stage, stage.head, "stop", group="search"))
+    while not stopping.done():
+        await stage.round()
+        await asyncio.sleep(0.01)
+    assert await stopping == {"group": "search", "jobs": [good, bad]}
+    await stage.round(20)
+    assert [stage.written(job).phase for job in (bad, good)] == ["stopped", "stopped"]
+    assert not any(puppet.work for puppet in stage.puppets.values())
+
+
 async def test_a_change_of_a_job_that_is_parked_in_the_same_turn_is_refused(tmp_path: Path) -> None:
     stage = Theatre(tmp_path, machines=1)
     job = await stage.queue_job("job")

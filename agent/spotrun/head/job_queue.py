@@ -107,12 +107,12 @@ async def brief(head: Head, job: str) -> dict[str, Any]:
         return {"id": job, "phase": "gone"}
 
 
-async def held_in(head: Head, group: str) -> list[str]:
-    """The held jobs of a group. Those whose state cannot be read are left out: nobody knows their group."""
+async def aside_in(head: Head, group: str) -> list[str]:
+    """The held and parked jobs of a group. Those whose state cannot be read are left out: nobody knows their group."""
     found = []
-    for job in head.journal.held:
+    for job in (*head.journal.held, *head.parked):
         with contextlib.suppress(JobNotFound, UnreadableError):
-            if (await head.load(job)).spec.group == group:
+            if (await head.journal.read(job)).spec.group == group:
                 found.append(job)
     return found
 

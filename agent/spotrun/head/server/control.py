@@ -89,13 +89,13 @@ class ControlServer:
     async def _stop_group(self, group: str) -> list[str]:
         """Stop the jobs of a group that have not ended. Let go of nodes that ended ones keep. Returns all their ids."""
         jobs = [job.id for job in self._head.states.values() if job.spec.group == group and not job.over]
-        held = await job_queue.held_in(self._head, group)
-        if not jobs and not held:
+        aside = await job_queue.aside_in(self._head, group)
+        if not jobs and not aside:
             raise SpotrunError(f"group {group} has no job that has not ended; `make jobs` lists the groups")
         changes = [self._head.change(_stopped, job, kept=True) for job in jobs]
         changed = await asyncio.gather(*changes, return_exceptions=True)  # one may have ended meanwhile
         stopped = [state.id for state in changed if isinstance(state, JobState)]
-        return stopped + [job for job in held if await job_queue.take_out(self._head, job)]
+        return stopped + [job for job in aside if await job_queue.take_out(self._head, job)]
 
     async def _pause(self, request: web.Request) -> web.Response:
         def pause(job: JobState, _: float) -> JobState:
