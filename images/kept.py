@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from scripts import console
+from scripts import console, ctrl_c
 from spotrun.cloud.base import Image
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, load_cluster
@@ -44,6 +44,9 @@ def main(argv: list[str]) -> int:
     except SpotrunError as error:
         console.warn(f"spotrun: {error}")
         return 2
+    except KeyboardInterrupt:
+        console.warn("spotrun: interrupted")
+        return ctrl_c.INTERRUPTED
     return 0
 
 

@@ -9,7 +9,7 @@ from invoke.context import Context
 from scripts import console, export_runs, inputs, run_changes, run_diff, run_show
 from scripts import runs as table
 from scripts import site as sites
-from scripts.make_command import LOCAL, make_command
+from scripts.make_command import LOCAL, here, make_command
 from scripts.tasks import command
 from spotrun.text import tidy
 
@@ -23,7 +23,7 @@ def runs(_: Context, cluster: str = LOCAL, where: str = "", sort: str = "", json
     asked = [*(name for name, _, _ in table.conditions(where)), sort.removeprefix("-")]
     site = sites.of_file(cluster)
     found = table.filtered(table.rows(site.bucket(), site.cluster.name), where, sort)
-    _print(found, json, "" if json else table.text(tidy(found), time.time(), asked))
+    _print(found, json, "" if json else here(table.text(tidy(found), time.time(), asked), cluster))
 
 
 @command

@@ -13,6 +13,7 @@ from invoke.tasks import task
 
 from scripts import console, ctrl_c, inputs
 from scripts import ssh as remote
+from scripts.make_command import LOCAL, here
 from spotrun.errors import CloudError, SpotrunError, StoreError
 
 
@@ -22,10 +23,12 @@ def command(function: Callable[..., int | None]) -> Any:
     @functools.wraps(function)
     def wrapped(*args: Any, **options: Any) -> None:
         ctrl_c.raise_again()
-        complain = functools.partial(_complain, bool(options.get("json")))
+        json, file = bool(options.get("json")), str(options.get("cluster", LOCAL)).removeprefix(" ")
+        complain = functools.partial(_complain, json, LOCAL)
         try:
             if function.__name__ in os.environ.get("SPOTRUN_TARGETS", "").split():
-                inputs.variables(os.environ)
+                inputs.variables(os.environ)  # its errors name the command as it was typed
+            complain = functools.partial(_complain, json, file)
             code = function(*args, **inputs.typed(options)) or 0
         except (remote.Unreachable, CloudError, StoreError) as error:
             code = complain(str(error), 3)
@@ -45,8 +48,12 @@ def command(function: Callable[..., int | None]) -> Any:
     return task(wrapped, auto_shortflags=False)
 
 
-def _complain(json: bool, error: str, code: int) -> int:
-    """Print an error on stderr, and for programs on stdout too. Returns the exit status."""
+def _complain(json: bool, file: str, error: str, code: int) -> int:
+    """Print an error on stderr, and for programs on stdout too. Returns the exit status.
+
+    file: the cluster file, for the commands that the error names.
+    """
+    error = here(error, file)
     console.warn(f"spotrun: {error}")
     if json:
         console.answer({"error": error})

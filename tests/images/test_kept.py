@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +25,7 @@ from tests.fakes.moto_server import Moto
 if TYPE_CHECKING:
     from tests.fakes.gce import FakeGce
 
+ROOT = Path(__file__).parents[2]
 GCP = """
 name: demo
 cloud: gcp
@@ -65,6 +71,26 @@ def test_how_many_to_keep_is_a_number(typed: str, tmp_path: Path, capsys: pytest
     for program in (kept.main, build.main):
         assert program([file, f"--prune={typed}"] if program is kept.main else [file, "--prune", f" {typed}"]) == 2
         assert "allowed: 1 and more" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_the_cloud_does_not_answer(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        login = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "NO_PROXY": "127.0.0.1"}
+        environment = {**os.environ, **login, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        with subprocess.Popen(
+            [sys.executable, "-m", "images.kept", cluster(tmp_path, AWS)],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        ) as process:
+            connection, _ = silent.accept()
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+            connection.close()
+    assert (process.returncode, said) == (130, "spotrun: interrupted\n")
 
 
 def test_a_cluster_file_that_names_an_image_keeps_it(tmp_path: Path) -> None:

@@ -265,6 +265,13 @@ def test_the_error_about_an_unreachable_head_is_json_too(standin: Machines, fab:
     assert list(json.loads(out)) == ["error"]
 
 
+def test_the_commands_in_an_error_name_the_cluster(standin: Machines, fab: Fab) -> None:
+    """`make runs` would list the runs of the local cluster."""
+    code, _, err = fab("show", id="x-1")
+    runs = make_command(str(standin.cluster), "runs")
+    assert (code, err) == (2, f"spotrun: ID: 'x-1': cluster c has no such run; `{runs}` lists them\n")
+
+
 def test_a_home_that_cannot_be_written_is_a_mistake(
     standin: Machines, fab: Fab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
