@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +94,31 @@ def test_keys() -> None:
     assert keys.checkpoint_key("j", 12).startswith(keys.checkpoints_key("j") + "/")
     assert keys.log_key("j", 3, "spot-0", 1) == "jobs/j/logs/0003/spot-0/1.log"
     assert keys.host_key("c", "head") == "clusters/c/hosts/head.json"
+
+
+def test_ctrl_c_ends_an_operators_wait_for_a_bucket() -> None:
+    """The bucket takes connections and says nothing. obstore tries again for minutes, and lets no signal through."""
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from spotrun.store import Store\n"
+        "store = Store.as_operator('s3://bucket', 'us-east-1')\n"
+        "print(flush=True); store.find('key')\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        login = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+        environment = {**os.environ, **login, "AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"}
+        with subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                assert process.stdout is not None
+                process.stdout.readline()
+                connection, _ = silent.accept()
+                process.send_signal(signal.SIGINT)
+                _, said = process.communicate(timeout=20)
+            finally:
+                process.kill()
+            connection.close()
+    assert said.rstrip().endswith("KeyboardInterrupt")

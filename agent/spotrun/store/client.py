@@ -7,11 +7,14 @@ environment variables of each cloud apply (`AWS_ENDPOINT_URL`, `GOOGLE_APPLICATI
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -89,6 +92,9 @@ class Store:
             raise StoreError(f"{url}: no credentials for the bucket, sign in with `{login}`: {_why(error)}") from None
         store = cls(url, region, credentials)
         store._quick = store._store  # an operator's network may be slow
+        for name, method in inspect.getmembers(store, inspect.ismethod):
+            if not name.startswith("_"):
+                setattr(store, name, _left_at_ctrl_c(method))
         return store
 
     def get(self, key: str, most: int | None = None) -> bytes:
@@ -307,6 +313,30 @@ def _read_parts(path: Path, size: int, stopped: Callable[[], bool]) -> Iterator[
 def _check(path: Path, stopped: Callable[[], bool]) -> None:
     if stopped():
         raise UploadStopped(f"the upload of {path.name} was stopped")
+
+
+def _left_at_ctrl_c(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Ctrl-C end a call. obstore does not, while it waits for a bucket: for minutes, with its retries.
+
+    So another thread makes the call. It is left behind then, and does not keep the process alive.
+    """
+
+    @functools.wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return method(*args, **options)  # only the main thread gets a Ctrl-C
+        answer: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(method(*args, **options))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        return answer.result()
+
+    return call
 
 
 def _version(found: Any) -> Version:
