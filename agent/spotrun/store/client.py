@@ -245,8 +245,11 @@ class Store:
 
         Each range is a request of its own: obstore cancels a request after three minutes, even if data still arrives.
         """
+
+        def get(at: int) -> None:
+            take(at, self.part(key, at, min(at + _RANGE, stop)))
+
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            get = lambda at: take(at, self.part(key, at, min(at + _RANGE, stop)))  # noqa: E731
             list(pool.map(get, range(start, stop, _RANGE)))
 
     @contextlib.contextmanager
