@@ -262,6 +262,23 @@ async def test_a_waiting_job_says_for_what(world: World) -> None:
     assert reason(world) == "0 of 2 to 3 nodes ready; waiting for machines"
 
 
+async def test_the_notice_after_a_rebalance_recommendation_is_news(world: World) -> None:
+    """EC2 recommends first in most cases, and may leave the machine for days after that."""
+    job = await world.with_machines(min=2, max=2)
+    later = time.time() + 120
+
+    def after(kind: str) -> tuple[list[str], object, bool]:
+        world.head.scaler.look_now.clear()
+        world.receive("p-0", job=job, notice=Notice(kind=kind, deadline=later))
+        said = [event["text"] for event in world.events() if event["kind"] == "notice"]
+        nodes = {node["name"]: node["notice"] for node in world.head.status()["nodes"]}
+        return said, nodes["p-0"], world.head.scaler.look_now.is_set()
+
+    assert after("rebalance") == (["p-0 may soon be taken: rebalance"], None, False)
+    assert after("rebalance") == (["p-0 may soon be taken: rebalance"], None, False)
+    assert after("preempt") == (["p-0 may soon be taken: rebalance", "p-0 will be taken: preempt"], later, True)
+
+
 async def test_the_status_says_what_a_node_does_before_it_is_ready(world: World) -> None:
     job = await world.with_machines(min=2, max=2)
     world.receive("p-0", job=job)

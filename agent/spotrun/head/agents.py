@@ -12,7 +12,7 @@ from spotrun.head.fleet.pools import Fleet
 from spotrun.head.job_state import JobState, as_accepted
 from spotrun.head.orders import JobOrders
 from spotrun.head.planner import notice_fit
-from spotrun.head.view import Machine, Misfit, Node
+from spotrun.head.view import Machine, Misfit, Node, is_taken
 from spotrun.spec import JobSpec
 from spotrun.wire import Bundle, JobReport, Order, Report
 
@@ -80,7 +80,7 @@ class Agents:
         if before and before.send is not None and before.send is not send:
             self._retired.add(before.send)
         last = before.report if before and before.report.boot == report.boot else None
-        noticed = report.notice is not None and (last is None or last.notice is None)
+        noticed = is_taken(report) and not (last and is_taken(last))
         if last is None:
             self._misfits.pop(report.node, None)
         self._add_joined_event(report.node, before, last)
@@ -88,8 +88,9 @@ class Agents:
             self.ready_at[job] = now
         if report.unfit and (last is None or _words(last.unfit) != _words(report.unfit)):
             self._add_event("unfit", f"{report.node} takes no job: {'; '.join(report.unfit)}")
-        if report.notice and noticed:
-            self._add_event("notice", f"{report.node} will be taken: {report.notice.kind}")
+        if report.notice and (noticed or last is None or last.notice is None):
+            what = "will be" if noticed else "may soon be"
+            self._add_event("notice", f"{report.node} {what} taken: {report.notice.kind}")
         if report.coming and (last is None or last.coming is None):
             taken = f"will be taken at {time.strftime('%Y-%m-%d %H:%M', time.gmtime(report.coming.deadline))} UTC"
             text = f"{report.node} {taken}: {report.coming.kind}; it trains on until shortly before"

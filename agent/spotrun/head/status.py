@@ -35,7 +35,7 @@ from spotrun.head.job_state import (
 from spotrun.head.planner import idle, liveness, silence
 from spotrun.head.planner.plan import plan
 from spotrun.head.planner.waiting import LONGEST
-from spotrun.head.view import FleetView, Node, View
+from spotrun.head.view import FleetView, Node, View, is_taken
 from spotrun.spec import ClusterSpec
 
 
@@ -220,6 +220,7 @@ def _nodes(view: FleetView, views: Mapping[str, View], instances: Sequence[Insta
     for instance in instances:
         node = view.by_name.get(instance.name)
         report = node.report if node and node.connected else None
+        notice = report.notice if report and is_taken(report) else None
         mine = owners.get(instance.name, [])
         ordered = sorted(mine, key=lambda each: not each[1].assigned)
         owner, first = next(iter(ordered), ("", node))
@@ -235,7 +236,7 @@ def _nodes(view: FleetView, views: Mapping[str, View], instances: Sequence[Insta
                 "phase": "silent" if instance.name in silent else phase,
                 "doing": doing[:LONGEST],
                 "doing_seconds": max(0.0, view.now - since) if doing else None,
-                "notice": report.notice.deadline if report and report.notice else (node and node.due) or None,
+                "notice": notice.deadline if notice else (node and node.due) or None,
                 "step": max((w.step for w in first.work.workers), default=None) if first and report else None,
                 "devices": report.devices if report else None,
                 "jobs": [_place(view, job, own) for job, own in mine],

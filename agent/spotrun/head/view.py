@@ -83,8 +83,8 @@ class Node:
 
     @property
     def under_notice(self) -> bool:
-        """Whether the cloud will take the machine. A rebalance recommendation alone does not say so."""
-        return self.report.notice is not None and self.report.notice.kind != "rebalance"
+        """Whether the cloud will take the machine."""
+        return is_taken(self.report)
 
     @property
     def leaving(self) -> bool:
@@ -99,6 +99,11 @@ class Node:
     @property
     def setup_failure(self) -> bool:
         return self.work.failure is not None and self.work.failure.kind == "setup"
+
+
+def is_taken(report: Report) -> bool:
+    """Whether the cloud will take the machine. A rebalance recommendation alone does not say so."""
+    return report.notice is not None and report.notice.kind != "rebalance"
 
 
 @dataclass(frozen=True)
