@@ -91,6 +91,14 @@ def test_fewer_than_the_least_do_not_train(others: tuple[Changes, ...]) -> None:
     assert 0.8 < found.cost < 1  # ten minutes, and 22 tries of two minutes: the machine is given back in between
 
 
+def test_a_machine_that_is_there_counts_before_one_that_was_asked_for() -> None:
+    """Else the one that is there would be nobody's, and `hold_idle` would not give it back."""
+    job = Job(work=HOUR, min=2, max=2, more={"zones": "any"})
+    found = run(trace(((0, 0),), ((0, 1),)), job, elastic)
+    assert (found.finished, found.done) == (None, 0)
+    assert found.cost < 1
+
+
 def test_failover_takes_the_whole_cluster_down_and_goes_to_the_next_zone() -> None:
     # Zone 0 loses one of two machines at 3600. Zone 1 has two: ready at 4200, first step at 4320.
     # The survivor's state gets into the bucket first, as for any job of spotrun: 2 * 2880 are done.

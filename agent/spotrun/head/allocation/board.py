@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import islice, product
 from typing import Literal, NamedTuple
 
 from spotrun.head.allocation.claims import Claim, Host
@@ -85,8 +85,9 @@ class Board:
         asking = sorted((c for c in claims if not c.paused), key=lambda c: (-c.priority, c.order, c.job))
         self.jobs = [Job(claim, rank) for rank, claim in enumerate(asking)]
         self.named = Counter(pool for claim in asking for pool in claim.pools)
-        # Names of hosts: by pool, then by devices and free devices. Old entries stay, and are skipped.
-        self._free: dict[str, dict[tuple[int, int], list[str]]] = defaultdict(dict)
+        # Names of hosts: by whether they are there and pool, then by devices and free devices. Old entries are skipped.
+        self._free: dict[tuple[bool, str], dict[tuple[int, int], list[str]]] = defaultdict(dict)
+        self._pools = {slot.host.pool for slot in self.slots.values()}
         self._usable: dict[Wanted, list[Slot]] = {}
         self._soonest: dict[Wanted, Iterator[str]] = {}
         self._takeable: dict[tuple[Step, int, int, str], list[tuple[Cost, str]]] = {}
@@ -177,8 +178,8 @@ class Board:
             slot = self.slots[name]
             if job.claim.may_use(slot.host) and slot.free >= slot.needed(job):
                 return name
-        for pool in self._pools_of(job):
-            found = self._free[pool]
+        for there, pool in product((True, False), self._pools_of(job)):
+            found = self._free[there, pool]
             fitting = [key for key in found if key[1] >= (job.claim.devices or key[0])]
             for key in sorted(fitting, key=lambda key: (key[1] - (job.claim.devices or key[0]), key[0])):
                 first = self._first(found[key], key, job)
@@ -188,7 +189,7 @@ class Board:
 
     def _pools_of(self, job: Job) -> list[str]:
         """Pools that the job may use: those where it is, then those it prefers, then those that fewest claims name."""
-        names = job.claim.pools & self._free.keys() if job.claim.pools else self._free
+        names = job.claim.pools & self._pools if job.claim.pools else self._pools
         place = {pool: index for index, pool in enumerate(job.claim.prefers)}
         return sorted(names, key=lambda pool: (-job.inside[pool], place.get(pool, len(place)), self.named[pool], pool))
 
@@ -308,7 +309,7 @@ class Board:
 
     def _note_free(self, slot: Slot) -> None:
         key = (slot.host.devices, slot.free)
-        heapq.heappush(self._free[slot.host.pool].setdefault(key, []), slot.host.name)
+        heapq.heappush(self._free[slot.host.there, slot.host.pool].setdefault(key, []), slot.host.name)
 
     def _note_takeable(self, slot: Slot) -> None:
         """Have the cost of this host computed again. An entry that is too cheap is corrected when it comes up."""

@@ -62,6 +62,8 @@ class Host:
     """Name of its pool."""
     devices: int = 1
     """How many it has. Their indexes are 0 to devices - 1."""
+    there: bool = True
+    """Whether the cloud has made it. A machine that was only asked for is given last."""
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def _coming(
             yield Host(machine.name, machine.pool, _devices(cluster, machine.pool))
     for pool in cluster.pools:
         for index in range(sizes.get(pool.name, 0) - counts.get(pool.name, 0)):
-            yield Host(f"{pool.name}#{index}", pool.name, _devices(cluster, pool.name))
+            yield Host(f"{pool.name}#{index}", pool.name, _devices(cluster, pool.name), there=False)
 
 
 def _needs(
