@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -288,6 +289,21 @@ def test_a_bucket_is_not_asked_for_ever(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(restoring, "time", SimpleNamespace(sleep=lambda _: None, monotonic=time.monotonic))
     with pytest.raises(StoreError, match="cannot use this bucket"):
         restore(context(tmp_path, (1, 10)), 0, None)
+
+
+@pytest.mark.parametrize(("generation", "goes_on"), [(1, False), (2, True)], ids=["older", "the same"])
+def test_a_state_of_an_older_generation_is_no_way_out_of_an_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generation: int, goes_on: bool
+) -> None:
+    """A spare node has the state of the generation in which it was last: hours of training may lie between."""
+    snapshot(tmp_path / "slots", 15, generation)
+    (tmp_path / "bucket").touch()
+    for name in ("BUCKET_PATIENCE", "BUCKET_PATIENCE_WITH_STATE"):
+        monkeypatch.setattr(restoring, name, 0.0)
+    with contextlib.nullcontext() if goes_on else pytest.raises(StoreError, match="cannot use this bucket"):
+        found = restore(context(tmp_path, (2, 20), (1, 10)), 0, None)
+        assert found is not None
+        check_found(found, 15)
 
 
 def test_none_of_the_checkpoints_can_be_read(store: Store, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ Order = tuple[int, int]  # (generation, step)
 NOTHING: Order = (-1, -1)
 ROUNDS = 4  # both snapshots of a node may be damaged, and a trusted one is only verified in a further round
 BUCKET_PATIENCE = 300.0  # seconds to go on asking a bucket that does not answer; less than a usual `start_timeout`
-BUCKET_PATIENCE_WITH_STATE = 30.0  # the same, if there is an older state in memory to continue from
+BUCKET_PATIENCE_WITH_STATE = 30.0  # the same, if the state in memory is hardly older: then that one counts
 PAUSE = 30.0  # seconds between two such requests, at most
 READER_PATIENCE = 300.0  # seconds: limit for the agent to copy its part of a large snapshot to disk
 HELPERS = 7  # ranks that help the donor, at most
@@ -271,7 +271,9 @@ def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | No
     def fetch(step: int, slot: int) -> slots.Record:
         return download.fetch(Store(context.bucket), context.job, step, folder, slot)
 
-    patience = BUCKET_PATIENCE if best == NOTHING else BUCKET_PATIENCE_WITH_STATE
+    # A state of an older generation may be hours old: a spare node has that of the generation in which it was last.
+    near = best[0] == newer[0][0]
+    patience = BUCKET_PATIENCE_WITH_STATE if near else BUCKET_PATIENCE
     for _, step in newer:
         slot = _free_slot(folder, context.job)
         try:
@@ -280,7 +282,7 @@ def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | No
         except (CorruptError, NotFound) as error:
             log.warning("checkpoint skipped: %s", error)
         except StoreError as error:
-            if best == NOTHING:
+            if not near:
                 raise
             log.warning("continuing with the state in memory: %s", error)
             return None
