@@ -104,7 +104,7 @@ def ask(access: Access, verb: str, *arguments: str, data: object = None) -> Any:
 def submit(access: Access, data: Status) -> str:
     """Give a job to the head. Returns its id. Raises as `Head.ask` does.
 
-    If no answer comes, the head may have got the job. Then this says so: whoever submits it again would pay twice.
+    If no answer comes, the head may have got the job. Then this says so, because a second submission would cost twice.
     """
     look = f"the head may have got the job; before you submit it again, look: `{make_command(access.file, 'jobs')}`"
     with open_head(access) as head:
