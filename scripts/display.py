@@ -69,7 +69,7 @@ def opened(as_json: bool, out: TextIO | None = None, file: str = LOCAL) -> Itera
     out = out or sys.stdout
     if as_json:
         yield Lines(out)
-    elif not Console(file=out).is_terminal:
+    elif not out.isatty():  # rich believes variables such as FORCE_COLOR, which CI systems set
         yield Plain(out)
     else:
         live = Terminal(Console(file=out, highlight=False, markup=False, emoji=False), file)

@@ -204,11 +204,14 @@ def shell_command(access: Access, node: str) -> list[str]:
     records = {name: read_host(access, name) for name in {HEAD, node}}
     known = access.scratch / f"known_hosts-{node}"
     known.write_text("".join(f"{host_pattern(record)} {line}\n" for record in records.values() for line in record.keys))
-    options = ["-F", "none", "-i", str(access.transport.key)]
+    # ssh expands percent signs in paths, so they are escaped.
+    key, hosts = (str(path).replace("%", "%%") for path in (access.transport.key, known))
+    options = ["-F", "none"]
     for option in (
+        f'IdentityFile="{key}"',
         "IdentitiesOnly=yes",
         "StrictHostKeyChecking=yes",
-        f'UserKnownHostsFile="{known}"',
+        f'UserKnownHostsFile="{hosts}"',
         "GlobalKnownHostsFile=none",
         "UpdateHostKeys=no",
         f"ConnectTimeout={TIMEOUT}",

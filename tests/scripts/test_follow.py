@@ -25,6 +25,7 @@ from spotrun.spec import ClusterSpec, load_cluster
 from spotrun.store import Store, job_key
 from tests.fakes.cluster import Machines
 from tests.helpers import await_for
+from tests.scripts.commands import fab
 from tests.scripts.statuses import SUCCEEDED, status
 
 
@@ -50,6 +51,17 @@ def test_follow_outlives_the_head(standin: Machines) -> None:
     assert [each["job"]["step"] for each in seen.shown] == [10, 60, 100]
     assert standin.calls() == ["follow", "follow --job digits-1"]
     assert seen.said[0].startswith("the head is away (")
+
+
+def test_a_log_gets_lines_whatever_rich_is_told(standin: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture that is redrawn five times a second fills the log of a CI job, and shows no event that was before."""
+    standin.write(follow_1=[status(step=50), status(**SUCCEEDED)])
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.setenv(name, "1")
+    done = fab(standin, "follow")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    assert "progress    digits-1 running" in done.stdout
 
 
 def test_follow_ends_when_the_cluster_is_taken_down(standin: Machines, monkeypatch: pytest.MonkeyPatch) -> None:

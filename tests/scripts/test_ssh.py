@@ -12,6 +12,7 @@ import pytest
 
 from scripts import control, ssh
 from scripts.transports import Direct
+from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError
 from spotrun.store import host_key
 from tests.fakes.cluster import Machines
@@ -114,6 +115,16 @@ def test_the_interactive_shell_is_as_strict(standin: Machines) -> None:
     bad = try_it()
     assert bad.returncode == 255
     assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in bad.stderr
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client")
+def test_the_interactive_shell_works_from_any_folder(standin: Machines, tmp_path: Path) -> None:
+    layout = Layout.of(shutil.copytree(standin.home, tmp_path / "100% of Ann's $HOME/.spotrun"), "c")
+    access = ssh.Access("c", standin.store, Direct("spotrun", layout.key), layout.state)
+    for node in ("head", "spot-1"):
+        command = [*ssh.shell_command(access, node), "echo", "inside"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        assert (done.returncode, done.stdout) == (0, "inside\n"), done.stderr
 
 
 def test_an_output_that_does_not_end_in_time_is_reported_in_a_line(
