@@ -243,6 +243,17 @@ async def test_user_errors_and_hangs(tmp_path: Path) -> None:
             assert ("wedge" if rank == 0 else "all_reduce") in text
 
 
+async def test_python_looks_for_modules_in_the_bundle(tmp_path: Path) -> None:
+    """As it does with such a variable in the folder of the job file."""
+    files = {"src/train.py": "import model\nprint('found', model.x)", "lib/model.py": "x = 7"}
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle(files=files, env={"PYTHONPATH": f"lib{os.pathsep}/none"})
+        await w.ready(bundle, [A])
+        await w.begin(bundle, 1, [A])
+        await w.phase([A], 1, "succeeded")
+        await w.bucket_log(bundle, 1, A, 0, "found 7")
+
+
 async def test_several_workers_on_a_node(tmp_path: Path) -> None:
     async with world(tmp_path, A) as w:
         bundle = w.bundle("--fail", "1@30@1", "--slow-commit", "0.5", procs_per_node=2)

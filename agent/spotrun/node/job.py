@@ -253,7 +253,8 @@ class Job:
         if spec.requirements:
             self._now("installing requirements")
         packages = await install(spec.requirements, node.scratch / "packages", env, preparing.pip_limit(spec))
-        paths = [str(packages or ""), spec.env.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
+        own = [str(self.root / each) for each in spec.env.get("PYTHONPATH", "").split(os.pathsep) if each]
+        paths = [str(packages or ""), *own, os.environ.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if threads := _threads(self.procs, len(self.devices) or node.devices, node.devices):
             env.setdefault("OMP_NUM_THREADS", str(threads))
