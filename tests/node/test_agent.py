@@ -237,10 +237,31 @@ async def test_user_errors_and_hangs(tmp_path: Path) -> None:
         for report, rank in zip(hung, (0, 1), strict=True):
             assert report.failure is not None
             assert (report.failure.kind, report.failure.rank) == ("hang", rank)
+            assert report.failure.message.startswith("no step was completed for 300 s (hang_timeout in the job file); ")
             assert gone(worker(report))
             text = w.store.get(report.stacks).decode()
             assert f"rank {rank}:" in text
             assert ("wedge" if rank == 0 else "all_reduce") in text
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("", "the script has not called spotrun.init in the first 600 s"),
+        ("import spotrun\nspotrun.init()\n", "no step was completed in the first 600 s"),
+    ],
+)
+async def test_a_script_without_steps(script: str, said: str, tmp_path: Path) -> None:
+    """For example, one that trains with another library, or one that prepares data."""
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle(files={"train.py": f"{script}import time\ntime.sleep(600)"})
+        await w.ready(bundle, [A])
+        order = await w.begin(bundle, 1, [A])
+        await w.head.wait(A, lambda r: r.workers and r.workers[0].phases[1 if script else 0], "the set-up")
+        await w.head.order(A, changed(order, dump=True))
+        (report,) = await w.phase([A], 1, "failed")
+        assert report.failure is not None
+        assert report.failure.message.startswith(f"{said} (start_timeout in the job file); stacks of")
 
 
 async def test_python_looks_for_modules_in_the_bundle(tmp_path: Path) -> None:

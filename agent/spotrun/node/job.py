@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from spotrun.backoff import Backoff
 from spotrun.errors import CorruptError, SpotrunError
 from spotrun.machine.metadata import Identity
-from spotrun.node import by_hand, kept_folders, preparing, trackers
+from spotrun.node import by_hand, kept_folders, preparing, trackers, worker_failure
 from spotrun.node.bundle import copy, fetch
 from spotrun.node.claims import Claims
 from spotrun.node.launch.client import Launcher
@@ -154,6 +154,11 @@ class Job:
             wake(str(worker_fifo(each.path)))
         self.group = group
         return group
+
+    def why_hung(self, group: WorkerGroup) -> str:
+        """What the workers, which hang, have not done in time."""
+        assert self._spec is not None
+        return worker_failure.why_hung((each.control for each in group.workers), self._spec)
 
     def _note_place(self, generation: int) -> None:
         """Write down, for a person on this node, how the workers of a generation run."""

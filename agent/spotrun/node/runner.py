@@ -243,7 +243,7 @@ class Runner:
             async with asyncio.timeout(LAST_UPLOAD):
                 await asyncio.to_thread(self._node.store.put, key, text)
         group.stacks = key
-        message = f"no step was completed for too long; stacks of this node's workers: {key}"
+        message = f"{job.why_hung(group)}; stacks of this node's workers: {key}"
         trace, rank = text.decode(errors="replace")[-20000:], group.workers[0].rank
         group.group_failure = Failure(kind="hang", rank=rank, at=time.time(), message=message, traceback=trace)
         await self._generations.end_group(job, group)

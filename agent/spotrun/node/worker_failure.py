@@ -6,13 +6,15 @@ import contextlib
 import json
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
+from spotrun.spec import JobSpec
 from spotrun.state import exit_note
-from spotrun.state.control import EXIT_PEER
+from spotrun.state.control import EXIT_PEER, Control
 from spotrun.wire import Failure
 
 TAIL = 1 << 16  # bytes at the end of a log that are searched for NCCL's reason
@@ -41,6 +43,16 @@ def read(control: Path, log: Path, rank: int, code: int) -> Failure:
     if code == EXIT_PEER:
         return failure("peer", "a collective failed")
     return failure("user", f"the script exited with code {code}")
+
+
+def why_hung(controls: Iterable[Control], spec: JobSpec) -> str:
+    """What the workers of a generation, which hang, have not done in time."""
+    known = [(each.entered, each.step > max(each.base, 0)) for each in controls]
+    if any(stepped for _, stepped in known):
+        return f"no step was completed for {spec.hang_timeout:g} s (hang_timeout in the job file)"
+    entered = any(at for at, _ in known)
+    missing = "no step was completed" if entered else "the script has not called spotrun.init"
+    return f"{missing} in the first {spec.start_timeout:g} s (start_timeout in the job file)"
 
 
 def _abort_reason(log: Path) -> str:
