@@ -262,6 +262,17 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (CountFailure(failure("peer", at=NOW - 2), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
     ),
+    "the script has ended on a node while other nodes trained: the failure says so": (
+        view(
+            job(A, B, C),
+            node(A, phase="succeeded"),
+            *(failed(n, "peer", at=NOW - 2, reported_at=NOW) for n in (B, C)),
+        ),
+        (
+            CountFailure(failure("peer", at=NOW - 2, message="the script ended on a, while others trained: boom"), B),
+            start(A, B, C, cause=Cause(kind="crash", node=B)),
+        ),
+    ),
     "another node is ready: all drain to grow": (
         view(job(A, B), node(A), node(B), spare(C)),
         (Drain(56, Cause(kind="grow"), NOW + 60),),

@@ -344,6 +344,9 @@ def _unexplained_failure(view: View, reporting: list[Node]) -> tuple[Failure, No
     reported_by = failure.at + TIMEOUTS.failure
     if view.now < reported_by or any(n.reported_at < reported_by for n in reporting):
         return None
+    if failure.kind == "peer" and (done := [n.name for n in reporting if n.phase == "succeeded"]):
+        what = f"the script ended on {', '.join(done)}, while others trained"
+        failure = failure.replace(message=f"{what}: {failure.message}")
     return failure, node
 
 
