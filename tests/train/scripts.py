@@ -155,10 +155,12 @@ def drawing(plan: Any, out: Path) -> None:
 
 
 def phases(plan: Any, out: Path) -> None:
-    """Two loops over epochs."""
+    """Two loops over epochs, each with another learning rate."""
     script = Script(plan, out)
     script.track()
-    for epochs in (1, 4):
+    for epochs, rate in ((1, 1e-3), (4, 1e-2)):
+        for group in script.optimizer.param_groups:
+            group["lr"] = rate
         for _ in script.run.epochs(epochs):
             for x, index in script.run.steps(script.loader):
                 script.step(script.model, x, index)

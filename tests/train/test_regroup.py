@@ -453,6 +453,15 @@ def test_a_state_of_another_epoch_needs_a_restart(job: Regroups) -> None:
         assert "another epoch" in exit_note.path_for(each.context.control).read_text()
 
 
+def test_a_state_of_before_a_second_loop_over_epochs_needs_a_restart(job: Regroups) -> None:
+    """What the script has changed between the two loops is not in it, although it is of the same epoch."""
+    plan = {"script": "phases"}
+    job.begin("abc", 1, a=plan, b={"die_at": 5, **plan}, c=plan)
+    survivors = job.survivors()
+    job.regroup(survivors)
+    wait_for(lambda: all(each.control.left == EXIT_PEER for each in survivors), 60)
+
+
 def test_a_member_that_dies_while_it_joins(job: Regroups, undisturbed: Any) -> None:
     """The others wait for the next generation, and nothing that the failed one has loaded stays."""
     job.begin("abc", 1, b={"die_at": 3})

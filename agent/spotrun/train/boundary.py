@@ -77,6 +77,7 @@ class Boundary:
         self._void: BaseException | None = None  # why the step under way does not count
         self._allocated: list[torch.optim.Optimizer] = []  # those with a state that is not loaded yet
         self._idle: list[IdleOptimizer] = []  # the optimizers in a step that does not count
+        self._finished = -1  # the step at which the last loop over epochs has ended
         self._doubt = False  # whether a state that this worker has saved may have been the reason for a failure
         self._spoiled = False  # whether another state has been written over the one that the script began with
         # Under spotrun, if another worker is gone, this process ends with an exit code of its own.
@@ -179,7 +180,7 @@ class Boundary:
 
     def finish(self) -> None:
         """Snapshot the finished state, and wait until the snapshot is committed."""
-        deadline = time.monotonic() + LAST
+        self._finished, deadline = self._state.step, time.monotonic() + LAST
         while True:
             with self.exit_if_a_peer_fails:
                 self.snapshots.end_step(forced=True, alone=True)
@@ -283,7 +284,8 @@ class Boundary:
         self._group = cpu_group(self._device)
         found = self._find(context, self._live)
         begins = self.snapshots.writer is None and self.snapshots.section is None  # it is before its first step
-        if not begins and (found is None or found.record.state["run"]["epoch"] != state.epoch):
+        here = found is not None and found.record.state["run"]["epoch"] == state.epoch
+        if not begins and (found is None or not here or found.record.step == self._finished):
             # The script is past the state's place, or its first state is lost. Every member comes to the same result.
             raise dist.DistError("the next generation begins in another epoch: the script must start again")
         if found is not None and found.record.order != self._own:
