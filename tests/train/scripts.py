@@ -5,6 +5,7 @@ Each takes the plan and the folder for what it leaves: `final-<rank>.pt`, and li
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -30,7 +31,7 @@ class Numbered(Dataset[Any]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.randn(16, generator=torch.Generator().manual_seed(index)), index
+        return torch.randn(16, generator=torch.Generator().manual_seed(index), device="cpu"), index
 
 
 class Buffered(IterableDataset[Any]):
@@ -275,6 +276,29 @@ def refrozen(plan: Any, out: Path) -> None:
         layers[0].requires_grad_(epoch == 1)
         for x, index in script.run.steps(script.loader):
             script.step(script.model, x, index)
+    script.save()
+
+
+class Batches:
+    """A loader that makes no tensors of its own."""
+
+    def __init__(self, sampler: spotrun.ElasticSampler) -> None:
+        self.sampler, self.batch_size = sampler, BATCH
+
+    def __iter__(self) -> Iterator[Data]:
+        numbers = iter(self.sampler)
+        while own := list(itertools.islice(numbers, BATCH)):
+            yield torch.stack([Numbered()[number][0] for number in own]), torch.tensor(own, device="cpu")
+
+
+def elsewhere(plan: Any, out: Path) -> None:
+    """New tensors are on another device than the model, unless a call names one: as with a default device of "cuda"."""
+    script = Script(plan, out)
+    script.optimizer = torch.optim.SGD(script.model.parameters(), lr=0.1, momentum=0.9)
+    script.loader = Batches(script.sampler)
+    torch.set_default_device("meta")
+    script.track()
+    script.train()
     script.save()
 
 

@@ -93,6 +93,16 @@ def test_a_step_may_end_with_a_frozen_model(tmp_path: Path, job: Regroups, plann
         assert flatten(job.cluster.final(rank)) == flatten(before.final())
 
 
+def test_a_script_may_have_another_default_device(tmp_path: Path, job: Regroups) -> None:
+    """What spotrun makes for the exchange of states stays in the host's memory."""
+    before = undisturbed(tmp_path / "before", "elsewhere", ["a", "b"])
+    plan = {"script": "elsewhere"}
+    job.begin("ab", 1, a=plan, b={"die_at": 3, **plan})
+    job.regroup([*job.survivors(), job.warm_up("d", 1, **plan)])
+    assert job.end() == [0, 0], job.cluster.log()
+    assert flatten(job.cluster.final()) == flatten(job.cluster.final(1)) == flatten(before.final())
+
+
 def test_layers_that_are_unfrozen_later(tmp_path: Path, job: Regroups) -> None:
     """Their gradients are exchanged from then on, also after a change of nodes, and with a newcomer."""
     before = undisturbed(tmp_path / "before", "unfreezing", NODES)

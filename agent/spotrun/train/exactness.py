@@ -74,4 +74,4 @@ class Exactness:
         The future, unlike the work, gives its error to no handler of the script's collectives.
         """
         whole: Any = self._group or dist.group.WORLD
-        whole._get_backend(_CPU).allreduce([torch.zeros(1)]).get_future().wait()
+        whole._get_backend(_CPU).allreduce([torch.zeros(1, device=_CPU)]).get_future().wait()

@@ -37,7 +37,7 @@ class Group:
             same = len({each.dtype for each in values}) == 1 and not values[0].is_complex()
             parts = [each.detach().reshape(()) for each in values]
             stacked = torch.stack(parts if same else [each.to(torch.float64) for each in parts])
-            self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True, device="cpu")
             self._host.copy_(stacked, non_blocking=True)
             self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()

@@ -347,7 +347,7 @@ def agree_on_gradients(models: Sequence[Parallel], group: dist.ProcessGroup | No
     text = "\n".join(line for model in models for line in ("", *model.layout()))
     if len({each[0] for each in gather([xxhash.xxh3_64_intdigest(text.encode()) >> 1], group)}) > 1:
         raise dist.DistError("the workers' models have other parameters or buffers: the script must start again")
-    exchanged = torch.tensor([each for model in models for each in model.exchanged], dtype=torch.uint8)
+    exchanged = torch.tensor([each for model in models for each in model.exchanged], dtype=torch.uint8, device="cpu")
     if rank_and_world()[1] > 1 and len(exchanged):
         dist.all_reduce(exchanged, dist.ReduceOp.MAX, group=group)
     found = iter(exchanged.tolist())

@@ -322,8 +322,9 @@ def gather(own: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int
     _, world = rank_and_world()
     if world == 1:
         return [list(own)]
-    found = [torch.zeros(WIDTH, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(found, torch.tensor([*own, *[0] * (WIDTH - len(own))], dtype=torch.int64), group=group)
+    mine = torch.tensor([*own, *[0] * (WIDTH - len(own))], dtype=torch.int64, device="cpu")
+    found = [torch.zeros_like(mine) for _ in range(world)]
+    dist.all_gather(found, mine, group=group)
     return [each.tolist() for each in found]
 
 

@@ -85,7 +85,7 @@ class ElasticSampler(Sampler[int]):
         if self._order is None or self._order[0] != (self.seed, self.epoch):
             key = hashlib.blake2b(f"{self.seed}/{self.epoch}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
-            self._order = ((self.seed, self.epoch), torch.randperm(self.n, generator=generator))
+            self._order = ((self.seed, self.epoch), torch.randperm(self.n, generator=generator, device="cpu"))
         found: list[int] = self._order[1][positions.start : positions.stop : positions.step].tolist()
         return found
 

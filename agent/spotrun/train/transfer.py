@@ -317,9 +317,9 @@ class _Lanes:
 
 def relay(data: bytes | None, hop: Hop) -> bytes:
     """Send bytes to the next rank, and return them. data: the bytes; None: receive them first."""
-    size = torch.tensor([0 if data is None else len(data)])
+    size = torch.tensor([0 if data is None else len(data)], device="cpu")
     _pass_on(size, data is None, hop)
-    note = torch.empty(int(size), dtype=torch.uint8)
+    note = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     if data is not None:
         note.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     _pass_on(note, data is None, hop)
@@ -336,9 +336,9 @@ def _pass_on(data: torch.Tensor, receives: bool, hop: Hop) -> None:
 def _destination(entry: shards.Entry, live: torch.Tensor | None) -> torch.Tensor:
     dtype = TORCH[entry.dtype]
     if live is None or live.is_conj() or live.is_neg():  # such a tensor has other values than its memory
-        return torch.empty(entry.shape, dtype=dtype)
+        return torch.empty(entry.shape, dtype=dtype, device="cpu")
     fits = live.dtype == dtype and tuple(live.shape) == entry.shape and live.is_contiguous()
-    return live if fits else torch.empty(entry.shape, dtype=dtype)
+    return live if fits else torch.empty(entry.shape, dtype=dtype, device="cpu")
 
 
 def _is_alone(entry: shards.Entry) -> bool:
