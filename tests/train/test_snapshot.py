@@ -283,6 +283,14 @@ def test_no_room_is_said_clearly(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, handler)
 
 
+def test_too_many_tensors_are_refused_before_the_snapshot_is_written(tmp_path: Path) -> None:
+    """Nobody could read such a file. The names' lengths count: a million short ones are too many, too."""
+    write(tmp_path, 1, {"x": torch.ones(4)})
+    with pytest.raises(SpotrunError, match="11 tensors are too many for a snapshot"):
+        write(tmp_path, 2, {f"{number}" * 5_000_000: torch.ones(4) for number in range(10, 21)})
+    assert [record.step for _, record in slots.newest(tmp_path, "job")] == [1]
+
+
 @pytest.mark.parametrize("damage", ["junk", "flip", "odd", "deep", "folder"])
 def test_damage_to_a_record_is_found(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, 1, {"x": torch.ones(4), "lr": 0.001})

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 
-from spotrun.errors import CorruptError
+from spotrun.errors import CorruptError, SpotrunError
 from spotrun.state import slots
 
 # Bytes of one element, by safetensors' name of the dtype.
@@ -51,7 +51,10 @@ def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[Entry, 
 
 
 def header(entries: Sequence[Entry]) -> bytes:
-    """The file's bytes before the first tensor. Offsets count from the first entry's start."""
+    """The file's bytes before the first tensor. Offsets count from the first entry's start.
+
+    Raises `SpotrunError` if there are more tensors than a reader accepts.
+    """
     base = entries[0].start if entries else 0
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for entry in entries:
@@ -59,6 +62,11 @@ def header(entries: Sequence[Entry]) -> bytes:
         fields[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGN)
+    if len(text) > MAX_HEADER:
+        raise SpotrunError(
+            f"{len(entries)} tensors are too many for a snapshot: the list of them has {len(text) >> 20} MiB, and "
+            f"safetensors allows {MAX_HEADER >> 20} MiB. Keep many small tensors in few large ones"
+        )
     return len(text).to_bytes(8, "little") + text
 
 
