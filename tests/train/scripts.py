@@ -329,3 +329,12 @@ def caching(plan: Any, out: Path) -> None:
     script.track()
     script.train()
     script.save()
+
+
+def keeping(plan: Any, out: Path) -> None:
+    """It keeps the process group in a variable."""
+    script = Script(plan, out)
+    world = torch.distributed.group.WORLD
+    script.track()
+    script.train(after=lambda: torch.distributed.all_reduce(torch.ones(3), group=world))
+    script.save()

@@ -103,6 +103,16 @@ def test_a_script_may_have_another_default_device(tmp_path: Path, job: Regroups)
     assert flatten(job.cluster.final()) == flatten(job.cluster.final(1)) == flatten(before.final())
 
 
+def test_a_process_group_that_a_script_keeps(job: Regroups) -> None:
+    """It ends with its generation. That is the script's mistake, and no peer is gone."""
+    plan = {"script": "keeping"}
+    job.begin("ab", 1, stop_at=5, a=plan, b=plan)
+    job.regroup(job.members)
+    assert job.end() == [1, 1], job.cluster.log()
+    assert "leave `group` out of the call" in job.cluster.log()
+    assert "gone" not in job.cluster.log()
+
+
 def test_layers_that_are_unfrozen_later(tmp_path: Path, job: Regroups) -> None:
     """Their gradients are exchanged from then on, also after a change of nodes, and with a newcomer."""
     before = undisturbed(tmp_path / "before", "unfreezing", NODES)

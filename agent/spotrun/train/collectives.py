@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
+
+from spotrun.errors import SpotrunError
 
 # Methods of a process group that `torch.distributed` calls for collectives and messages: those of torch 2.13, which
 # calls `all_gather_single`, and those of torch 2.15.
@@ -42,6 +45,10 @@ _NAMES = (
     "reduce_scatter_tensor_coalesced",
     "scatter",
     "send",
+)
+_LEFT = (
+    "this process group has ended: when the nodes change, another one takes its place. Do not keep "
+    "torch.distributed.group.WORLD in a variable: leave `group` out of the call"
 )
 MESSAGES = ("recv", "recv_anysource", "send")  # between two ranks
 _handle: Callable[[Exception], bool] | None = None  # True: the error is handled, and is not raised
@@ -83,6 +90,8 @@ def _guarded(call: Callable[..., Any], result: Callable[[], Any]) -> Callable[..
         if threading.get_ident() == _thread:
             _see(call.__name__, (*args, *kwargs.values()))
         try:
+            if isinstance(args[0], c10d.ProcessGroup) and args[0] not in distributed_c10d._world.pg_map:
+                raise SpotrunError(_LEFT)
             return call(*args, **kwargs)
         except Exception as error:
             if not handled(error):
