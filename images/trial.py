@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from images.lint import SOURCES
+from scripts import ctrl_c, programs
 from spotrun.errors import SpotrunError
 from spotrun.spec import load_cluster
 
@@ -33,12 +33,14 @@ def main(argv: list[str]) -> int:
         cluster = load_cluster(argv[0])
         if cluster.cloud not in SOURCES:
             raise SpotrunError(f"{argv[0]}: cloud {cluster.cloud} has no images; name a cluster file of gcp or aws")
-        done = subprocess.run(command(engine(), cluster.cloud), stdout=sys.stderr, check=False)
-        if done.returncode:
-            raise SpotrunError(f"a build for {cluster.cloud} would fail: exit status {done.returncode}; see above")
+        code, _ = programs.run(command(engine(), cluster.cloud), HERE, os.environ, "spotrun: interrupted")
+        if code:
+            raise SpotrunError(f"a build for {cluster.cloud} would fail: exit status {code}; see above")
     except SpotrunError as error:
         print(f"spotrun: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return ctrl_c.INTERRUPTED
     print(f"steps {FIRST} to {LAST} for {cluster.cloud} end well in plain Debian 12")
     return 0
 

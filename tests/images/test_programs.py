@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -310,3 +311,22 @@ def test_a_trial_runs_the_steps_in_a_container(status: int, code: int, tmp_path:
     assert words[-7:] == ["docker.io/library/debian:12", *steps]
     assert ("end well in plain Debian 12" in done.stdout) == (status == 0)
     assert ("a build for aws would fail: exit status 7" in done.stderr) == (status == 7)
+
+
+def test_an_interrupted_trial_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "docker").write_text('#!/bin/sh\ntouch "$CALLS"\nexec sleep 600\n')
+    (tmp_path / "docker").chmod(0o755)
+    with subprocess.Popen(
+        [sys.executable, "-m", "images.trial", "clusters/aws-g5.yaml"],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(tmp_path / "calls")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        wait_for((tmp_path / "calls").exists, what="the container's start")
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "spotrun: interrupted\n")
