@@ -161,6 +161,9 @@ def _check_exit(channel: paramiko.Channel, verb: str, file: str) -> None:
     said = b"".join(iter(lambda: channel.recv_stderr(65536), b"")).decode(errors="replace").strip()
     ended = f"spotrun ctl {verb} ended with status {code}" if code >= 0 else "the connection to the head broke"
     text = said.removeprefix("spotrun: ") or ended
+    if code == 2 and text.startswith("usage: spotrun"):
+        what = text.splitlines()[-1].rpartition(" error: ")[2]
+        raise SpotrunError(f"the head runs another version of spotrun, which does not know this command: {what[:200]}")
     if code == 127:
         raise Unreachable(f"the head has no `spotrun` command: {text}")
     if code == 2 and not text.startswith(("no head runs", NO_ANSWER)):

@@ -168,6 +168,22 @@ def test_what_the_head_refuses_names_the_job_file(standin: Machines) -> None:
         jobs.submit(standin.access, spec, str(path), print)
 
 
+def test_a_head_of_another_version_does_not_know_a_command(standin: Machines) -> None:
+    program = (
+        "import argparse; parser = argparse.ArgumentParser(prog='spotrun ctl');"
+        "verbs = parser.add_subparsers(dest='verb', metavar='VERB'); verbs.add_parser('stop').add_argument('--job');"
+        "parser.parse_args()"
+    )
+    for words, said in (
+        (("budget", "--to", "5"), "argument VERB: invalid choice: 'budget'"),
+        (("stop", "--group", "a"), "unrecognized arguments: --group a"),
+    ):
+        usage = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True).stderr
+        standin.write(refuse=usage)
+        with pytest.raises(SpotrunError, match=f"^the head runs another version of spotrun, .* command: {said}"):
+            control.ask(standin.access, *words)
+
+
 def test_down_refuses_while_a_job_runs(standin: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPOTRUN_HOME", str(standin.home))
     jobs_json = [{"job": "digits-0", "phase": "failed"}, *({"job": f"digits-{n}", "phase": "queued"} for n in (1, 2))]
