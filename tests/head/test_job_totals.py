@@ -120,6 +120,15 @@ def test_the_job_that_asked_for_a_machine_pays_for_its_boot() -> None:
     assert {payer: set(of) for payer, of in found.items()} == {"i": {A}, "j": {"q0"}, "": set()}
 
 
+def test_jobs_pay_for_their_own_devices_while_a_machine_boots() -> None:
+    first, second = job(id="i", spec=spec(nodes=1, devices=1)), job(id="j", spec=spec(nodes=1, devices=2))
+    booting = Machine("q0", "q", "running", NOW - 10)
+    seen = FleetView(now=NOW, jobs=(first, second), nodes=(), machines=(booting,))
+    expected = {"i": {"q0": (0,)}, "j": {"q0": (1, 2)}}
+    found = job_totals.shares(seen, expected, classify(seen), devices={"q": 8})
+    assert found == {"i": {"q0": 1 / 8}, "j": {"q0": 2 / 8}, "": {"q0": 5 / 8}}
+
+
 def test_what_ran_before_its_price_was_known_is_paid_for() -> None:
     """As when the cloud does not tell prices for a while, and machines of one pool are gone by then."""
     state = job(spec=spec(budget=50.0))

@@ -176,7 +176,7 @@ class SimulatedHead:
     def _uses(self, fleet: FleetView, conditions: Mapping[str, Condition]) -> dict[str, list[Use]]:
         """The machines that each job pays from now on."""
         now, pools = fleet.now, running(fleet)
-        found = job_totals.shares(fleet, self.assignment.expected, conditions, self.placements)
+        found = job_totals.shares(fleet, self.assignment.expected, conditions, self.placements, self._devices)
         return {job: [Use(name, pools[name], now, now, part) for name, part in of.items()] for job, of in found.items()}
 
     def _view_of(self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition]) -> View:

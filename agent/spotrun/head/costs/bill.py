@@ -34,6 +34,7 @@ class Rates:
     prices: Mapping[str, float] = field(default_factory=dict)  # USD an hour; a price that is not known is absent
     on_demand: Mapping[str, float] = field(default_factory=dict)  # the same for an on-demand machine of the pool's type
     markets: Mapping[str, str] = field(default_factory=dict)  # the pools' markets
+    devices: Mapping[str, int] = field(default_factory=dict)  # of each of their machines
 
 
 @dataclass(frozen=True)

@@ -100,9 +100,15 @@ def joined(before: Idle, idle: Idle) -> Idle:
 
 
 def shares(
-    view: FleetView, expected: Holdings, conditions: Mapping[str, Condition], placements: Placements | None = None
+    view: FleetView,
+    expected: Holdings,
+    conditions: Mapping[str, Condition],
+    placements: Placements | None = None,
+    devices: Mapping[str, int] | None = None,
 ) -> dict[str, dict[str, float]]:
     """By job: which part of each machine the job pays for. What no job pays for is under `NOBODY`.
+
+    devices: of a machine that has not reported yet, by pool.
 
     The parts of a machine add up to 1. A job pays for the devices that it has or that boot for it, for the nodes that
     save its last state, and for the node that is kept after it has failed. A machine may serve no job, because it is
@@ -111,15 +117,16 @@ def shares(
     state which the bucket lacks, and for those that are ready for its move. The cluster pays for idle devices.
     """
     found: dict[str, dict[str, float]] = {NOBODY: {}, **{job.id: {} for job in view.jobs}}
-    counts = {node.name: node.report.devices for node in view.nodes}
+    counts = {machine.name: (devices or {}).get(machine.pool, 1) for machine in view.machines}
+    counts |= {node.name: node.report.devices for node in view.nodes}
     left = dict.fromkeys(running(view), 1.0)
     for job in view.jobs:
         mine = {member.node: member.devices for member in job.bound} | dict(expected.get(job.id, {}))
         if job.ending is not None:  # its last state goes into the bucket
             mine |= dict.fromkeys(view.reporting.get(job.id, ()), ())
-        for name, devices in mine.items():
+        for name, held in mine.items():
             if left.get(name, 0.0) > 0:
-                share = min(left[name], len(devices) / max(counts.get(name, 1), len(devices)) if devices else 1.0)
+                share = min(left[name], len(held) / max(counts.get(name, 1), len(held)) if held else 1.0)
                 found[job.id][name], left[name] = share, left[name] - share
     wanting = [job for job in view.jobs if job.wants_nodes]
     lacking = [job for job in wanting if len(found[job.id]) < job.spec.nodes.max]

@@ -51,7 +51,7 @@ class Ledger:
         expected: the devices that jobs have or that boot for them. told: the cloud's advice by pool, with old prices.
         placements: where each job trains, and which machines it asks for.
         """
-        shares = job_totals.shares(view, expected, conditions, placements)
+        shares = job_totals.shares(view, expected, conditions, placements, rates.devices)
         paid = {NOBODY: self.idle.counted_at, **{job.id: job.counted_at for job in view.jobs}}
         if not self._listed:  # the first turns usually come before the cloud's first answer
             paid = self._paid = paid | self._paid

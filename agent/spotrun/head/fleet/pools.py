@@ -13,7 +13,7 @@ from spotrun.cloud.prices import on_demand
 from spotrun.errors import PartialError, SpotrunError
 from spotrun.head.capacity.sizes import Pool
 from spotrun.head.costs.bill import Rates
-from spotrun.spec import ClusterSpec
+from spotrun.spec import ClusterSpec, devices_of
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +221,8 @@ def rates(cluster: ClusterSpec, prices: Mapping[str, float]) -> Rates:
         price = max(known, default=None) or on_demand(cluster.cloud, pool.zone, pool.machine, *attached)
         if price is not None:
             listed[pool.name] = price
-    return Rates(prices, listed, {pool.name: pool.market for pool in cluster.pools})
+    devices = {pool.name: devices_of(pool, cluster) or 1 for pool in cluster.pools}
+    return Rates(prices, listed, {pool.name: pool.market for pool in cluster.pools}, devices)
 
 
 async def _known(question: Callable[[], Awaitable[T]]) -> tuple[T, dict[str, str]]:
