@@ -106,6 +106,8 @@ def test_a_job_stops_while_there_is_money_to_save_its_state() -> None:
     assert stop == Stop("$9.90 of the budget of $10 are spent; the rest pays for saving its state")
     assert plan(view(state.replace(cost=9.5), node(A), node(B))).actions == ()
     assert plan(view(state.replace(cost=9.5), node(A), node(B), dearest=180.0)).actions != ()
+    slow = state.replace(cost=9.5, upload=60.0)  # as the last upload took
+    assert plan(view(slow, node(A), node(B))).actions != ()
 
 
 @given(

@@ -37,4 +37,4 @@ def reserve(view: View) -> float:
 def closing(job: JobState) -> float:
     """Seconds that a stop may take: some steps, the upload, and one look at the cloud."""
     steps = 3 * (job.progress.pace or job.pace)
-    return steps + job.state_bytes / UPLOAD + TIMEOUTS.budget_margin
+    return steps + max(job.state_bytes / UPLOAD, job.upload) + TIMEOUTS.budget_margin
