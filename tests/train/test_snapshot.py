@@ -100,8 +100,10 @@ def test_special_values_survive() -> None:
         "size": torch.Size([1, 2]),
         "array": numpy.arange(6, dtype=numpy.int16).reshape(2, 3)[:, ::2],
         "scalar": numpy.float32(0.1),
+        "foreign": numpy.array([1.5, -2.0], ">f4"),
     }
     found = round_trip(value)
+    assert (found["foreign"] == value["foreign"]).all()
     assert type(found["counter"]) is Counter
     assert found["counter"] == value["counter"]
     assert found["size"] == value["size"]
@@ -131,6 +133,7 @@ class Scaled(torch.Tensor):
         ({"state": {0: {"x": torch.zeros(2, dtype=torch.complex128)}}}, r"optimizer\.state\[0\]\.x is a tensor that"),
         ({"x": torch.eye(2).to_sparse()}, r"optimizer\.x is a tensor that a snapshot cannot hold"),
         ({"x": numpy.array(["a"])}, r"optimizer\.x is a numpy"),
+        ({"x": numpy.ma.array([1, 2], mask=[0, 1])}, r"optimizer\.x is a numpy\.ma\S*MaskedArray; a snapshot"),
         ({"x": lambda: 0}, r"optimizer\.x is a function"),
     ],
 )

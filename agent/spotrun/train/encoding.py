@@ -107,9 +107,12 @@ class Encoder:
         return encoded
 
     def _array(self, value: Any, path: str) -> Any:
+        if isinstance(value, numpy.ndarray) and type(value) not in (numpy.ndarray, numpy.memmap):
+            kind = f"{type(value).__module__}.{type(value).__name__}"
+            raise SpotrunError(f"{path} is a {kind}; a snapshot can hold plain arrays, but no subclass of them")
         try:
             # A copy: a torch tensor can neither be read-only nor have a foreign byte order.
-            tensor = torch.from_numpy(numpy.array(value))
+            tensor = torch.from_numpy(numpy.array(value, value.dtype.newbyteorder("=")))
         except TypeError:
             raise SpotrunError(f"{path} is a numpy {value.dtype} array, which a snapshot cannot hold") from None
         kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
