@@ -13,7 +13,7 @@ from spotrun.head.orders import JobOrders
 from spotrun.head.planner.plan import plan
 from spotrun.head.view import Node, View
 from spotrun.wire import Bundle, Worker
-from tests.head.views import NOW, A, B, C, D, failed, job, node, notice, spare, spec, start, view
+from tests.head.views import NOW, A, B, C, D, failed, failure, job, node, notice, spare, spec, start, view
 
 KILL, SILENT = (Cause(kind=kind, node=B) for kind in ("kill", "silent"))
 SLOW = Progress(base=0, step=50, stepped_at=NOW - 3, restored_at=NOW - 200, pace=3.0)
@@ -68,6 +68,21 @@ def able(*members: str, **changes: Any) -> Any:
 
 def again(*names: str, cause: Cause | None = None) -> Start:
     return replace(start(*names, cause=cause), regroup=True)
+
+
+def test_a_failure_after_a_regroup_does_not_count() -> None:
+    """The lost node may be the reason: the next rank 0 may lack what the first rank 0 has made at its start."""
+    first = job(A, B, C, restarts=3)
+    assert first.current is not None
+    regrouped = first.replace(current=first.current.replace(regroup=True))
+    crash = Cause(kind="crash", node=B)
+    members = (node(A), failed(B, "user"), node(C))
+    ended, _ = plan(view(first, *members)).actions[:2]
+    assert apply(first, ended, NOW).restarts == 4
+    counted, begins = plan(view(regrouped, *members)).actions
+    assert begins == start(A, B, C, cause=crash)
+    after = apply(regrouped, counted, NOW)
+    assert (after.restarts, after.failure) == (3, failure("user"))
 
 
 def with_another(begin: Start) -> Start:

@@ -57,11 +57,12 @@ class AbortSave:
 
 @dataclass(frozen=True)
 class CountFailure:
-    """The user's code has failed. This counts as a restart."""
+    """The user's code has failed. counts: whether this is one of the job's `max_restarts`."""
 
     failure: Failure
     node: str
     stacks: str = ""
+    counts: bool = True
 
 
 @dataclass(frozen=True)

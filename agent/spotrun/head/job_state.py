@@ -212,7 +212,7 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
         case AbortSave():
             return job.replace(saving=None, given_up_at=now)
         case CountFailure():
-            job = job.replace(restarts=job.restarts + 1, stacks=action.stacks or job.stacks)
+            job = job.replace(restarts=job.restarts + action.counts, stacks=action.stacks or job.stacks)
             return job.replace(failure=action.failure, failed_node=action.node)
         case DumpStacks():
             return job.replace(dumping=True)

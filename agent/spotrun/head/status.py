@@ -284,7 +284,8 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
             why = action.reason or f"{action.node} is gone or silent"
             return "generation", f"the workers leave the generation, because {why}"
         case CountFailure():
-            return "failure", f"{action.node} rank {action.failure.rank}: {action.failure.message}"
+            more = "" if action.counts else " (not counted: it may come from the interruption before)"
+            return "failure", f"{action.node} rank {action.failure.rank}: {action.failure.message}{more}"
         case AbortSave():
             return "checkpoint", f"given up: {action.reason}"
         case SetIdle():
