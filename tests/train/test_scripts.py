@@ -151,7 +151,7 @@ def test_a_set_up_that_depends_on_the_number_of_workers_needs_a_restart(
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        ("unnamed_optimizer", "run.track names no optimizer that has parameter 0.weight"),
+        ("unnamed_optimizer", "run.track names no optimizer of a model (Sequential)"),
         ("unnamed_scheduler", "run.track does not name the CosineAnnealingWarmRestarts"),
     ],
 )

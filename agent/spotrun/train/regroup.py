@@ -141,9 +141,10 @@ class Membership:
         optimizers = (each for each in self._tracked if isinstance(each, torch.optim.Optimizer))
         groups = (group for each in optimizers for group in each.param_groups)
         optimized = {id(parameter) for group in groups for parameter in group["params"]}
-        named = (pair for model in self._models for pair in model.named_parameters())
-        if name := next((name for name, each in named if each.requires_grad and id(each) not in optimized), ""):
-            self.restarts(f"run.track names no optimizer that has parameter {name}")
+        for model in self._models:  # it need not optimize all layers of a model
+            trained = {id(each) for each in model.parameters() if each.requires_grad and id(each) in self._saved}
+            if trained and trained.isdisjoint(optimized):
+                self.restarts(f"run.track names no optimizer of a model ({type(model.module).__name__})")
 
     def restarts(self, why: str) -> None:
         """From now on, this worker does not join another generation without a restart."""
