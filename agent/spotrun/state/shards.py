@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -159,7 +159,7 @@ def write_part(folder: Path, slot: int, index: int, parts: int, out_dir: Path) -
         total = entries[-1].stop if entries else 0
         table = {"metadata": {"total_size": total}, "weight_map": weights}
         header_text = header(entries)[8:].decode()
-        state = {"record": asdict(record), "header": header_text, "shards": names}
+        state = {"record": vars(record), "header": header_text, "shards": names}
         contents = {index_name(record.generation, parts): table, state_name(record.generation, parts): state}
         for name, content in contents.items():
             (out_dir / name).write_text(json.dumps(content))

@@ -15,7 +15,7 @@ import json
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -193,7 +193,7 @@ def send(record: slots.Record, source: Source, hop: Hop) -> Sends:
     assert hop.after is not None
     parts = messages(source.entries)
     who = shares(parts, source.equal, 1 + len(hop.helpers))
-    relay(json.dumps({"record": asdict(record), "who": who}).encode(), hop)
+    relay(json.dumps({"record": vars(record), "who": who}).encode(), hop)
     relay(source.header, hop)
     sends: Sends = []
     hashed = None if source.xxh3 else xxhash.xxh3_128(source.header)
