@@ -52,6 +52,7 @@ SHAPES = (
     Shape("scaler"),
     Shape("gan"),
     Shape("large"),
+    Shape("phases"),
 )
 
 

@@ -19,6 +19,7 @@ LEGEND = {
     "scaler": "BatchNorm, gradient scaler",
     "gan": "GAN: generator and discriminator, two backward passes",
     "large": "a state of 17 MB",
+    "phases": "a loop over epochs, then another one with a higher learning rate",
 }
 
 

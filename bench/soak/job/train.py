@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import as_gpu  # type: ignore[import-not-found]  # beside this script
@@ -78,6 +79,7 @@ MODELS = {
     "scaler": norm,
     "gan": discriminator,
     "large": large,
+    "phases": dropout,
 }
 SECOND = {"pair": dropout, "gan": generator}
 torch.set_num_threads(1)
@@ -128,7 +130,16 @@ def play(x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-for epoch in run.epochs(EPOCHS):
+def epochs() -> Iterator[int]:
+    """All epochs. Before the second loop, if there is one, the learning rate changes."""
+    if args.shape == "phases":
+        yield from run.epochs(1)
+        for optimizer in optimizers.values() if run.epoch == 1 else ():
+            optimizer.param_groups[0]["lr"] = 3e-2
+    yield from run.epochs(EPOCHS)
+
+
+for epoch in epochs():
     for ids, x, y in run.steps(loader, accumulate=args.accumulate):
         # Written before the gradient can reach another rank: after that, the step may count even if this node is taken.
         seen = [] if run.padding else ids.tolist()
