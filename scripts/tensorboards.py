@@ -35,7 +35,7 @@ class Board:
 
     def __init__(self, store: Store, cluster: str, job: str, folder: Path) -> None:
         self.job = job
-        self.over = False  # whether there is nothing more to come
+        self.over = False  # whether there is nothing more to come, unless the job is relaunched
         self.problem = ""  # why the last update has failed
         self._store, self._cluster, self._folder = store, cluster, folder
         self._reader = Reader(store, job)
@@ -46,9 +46,10 @@ class Board:
 
     def update(self) -> int:
         """Write what is new. Returns how many points. Raises `SpotrunError`."""
-        if self.over:
-            return 0
         state = runs.state(self._store, self._cluster, self.job)
+        if self.over and state.ended_already:
+            return 0
+        self.over = False  # it may have been relaunched
         new = self._reader.update()
         curves = {name: self._reader.curve(name).counting() for name in self._reader.names} if new else {}
         count = self._write(curves) if new else 0

@@ -100,6 +100,17 @@ def test_a_run_that_goes_on_and_is_interrupted(bucket: Store, board: Board, url:
     board.close()
 
 
+def test_a_run_that_is_relaunched_goes_on(bucket: Store, board: Board) -> None:
+    put(bucket, 1, 0, [(1, 0.5)])
+    end(bucket, job(1))
+    assert (board.update(), board.over) == (1, True)
+    assert board.update() == 0
+    bucket.put(job_key(JOB, "state.json"), job(1, phase="running").model_dump_json().encode())
+    put(bucket, 2, 1, [(2, 0.25)])
+    assert (board.update(), board.over) == (1, False)
+    board.close()
+
+
 def test_a_block_that_comes_late(bucket: Store, board: Board, url: str) -> None:
     put(bucket, 1, 0, [(1, 0.5)])
     put(bucket, 1, 0, [(3, 0.125)], block=3)
