@@ -239,6 +239,22 @@ def test_an_address_that_is_not_valid_is_said_so(site: Site, run: str) -> None:
     assert site.page.evaluate("'stream' in window")
 
 
+def test_a_job_that_ends_while_the_ended_jobs_are_listed(site: Site) -> None:
+    """The list that is on its way lacks it, and the head does not name it any more."""
+    site.held["/api/jobs"] = None
+    site.open("jobs")
+    late = site.waiting("/api/jobs")
+    row = {"id": "b", "phase": "running", "nodes": [], "min": 1, "max": 1, "step": 5, "submitted": 1.0}
+    for jobs in ([row], []):
+        text = json.dumps({"live": True, "overview": {"jobs": jobs}})
+        site.page.evaluate("text => stream.onmessage({ data: text })", text)
+        expect(site.page.get_by_role("link", name="b", exact=True)).to_have_count(len(jobs))
+    site.held["/api/jobs"] = None
+    late.fulfill(json={"rows": [], "more": False})
+    site.waiting("/api/jobs").fulfill(json={"rows": [row | {"phase": "succeeded", "ended": 9.0}], "more": False})
+    expect(site.page.get_by_role("link", name="b", exact=True)).to_be_visible()
+
+
 @pytest.mark.parametrize("tab", ["nonsense", "valueOf", ""])
 def test_a_tab_that_there_is_not(site: Site, tab: str) -> None:
     site.curves["a"] = [curve("loss", [1.0, 2.0])]

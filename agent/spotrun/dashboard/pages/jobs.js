@@ -1,7 +1,7 @@
 // The page of all jobs: those that have not ended, by group and priority, then those that have.
 import { ask, badge, bar, clock, deadline, el, job, money, number, span, table } from "./dom.js";
 
-let ended = [], more = false, loading = false, problem = "", filter = "", redraw = () => {}, asked = "", told = "";
+let ended = [], more = false, loading = false, again = false, problem = "", filter = "", redraw = () => {}, asked = "", told = "";
 
 export function open(_, draw) {
   redraw = draw;
@@ -10,7 +10,9 @@ export function open(_, draw) {
   load();
 }
 
+// again: whether a job has come or has ended since the list that is on its way was made.
 async function load(before = "") {
+  again = loading;
   if (loading) return;
   loading = true;
   try {
@@ -22,6 +24,7 @@ async function load(before = "") {
   }
   loading = false;
   redraw();
+  if (again) load();
 }
 
 export function draw(state) {
