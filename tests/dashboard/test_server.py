@@ -14,14 +14,14 @@ from aiohttp import ClientResponse, web
 from yarl import URL
 
 from scripts import queue
-from spotrun.dashboard import history, logs, runs
+from spotrun.dashboard import history, logs, records, runs
 from spotrun.dashboard.records import Records
 from spotrun.dashboard.server import READERS, Dashboard
 from spotrun.head import journal, overview
 from spotrun.store import Store, job_key, log_key, queue_key
 from spotrun.wire import QueueRecord
 from tests.dashboard.site import TOKEN, Page, opened
-from tests.head.world import CODE, JOB, World, stepping
+from tests.head.world import CODE, JOB, World, asked, stepping
 
 READS = ("/", "/pages/app.js", "/api/live", "/api/jobs", "/api/runs/x", "/metrics", "/nothing")
 
@@ -406,6 +406,20 @@ async def test_a_job_that_was_relaunched_and_ended_between_two_looks_is_read_aga
     world.store.put(job_key(job, "state.json"), state.model_dump_json().encode())
     page.live.publish({"jobs": []})
     assert (await page.get("/api/jobs"))[1]["rows"][0]["cost"] == 7.0
+
+
+async def test_the_budget_of_an_ended_job_changes(world: World, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `make budget`, before the job is relaunched. The head does not name the job then."""
+    monkeypatch.setattr(records, "FRESH", 0.1, raising=False)
+    await page.enter()
+    await world.look()  # a budget needs prices
+    job = await submitted(world, budget=5.0)
+    await page.post(f"/api/jobs/{job}/stop", {})
+    await world.turn(3)
+    assert (await page.get("/api/jobs"))[1]["rows"][0]["budget"] == 5.0
+    await asked(world, world.head, "budget", job, to=9.0)
+    await asyncio.sleep(0.2)
+    assert (await page.get("/api/jobs"))[1]["rows"][0]["budget"] == 9.0
 
 
 class Slow(Store):

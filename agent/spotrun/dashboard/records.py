@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +20,18 @@ from spotrun.wire import problem
 
 AT_ONCE = 16  # states that are read at the same time
 KEPT = 5000  # rows of ended jobs that are kept in memory, about 2 KB each
+FRESH = 60.0  # seconds for which they are kept: the budget of an ended job may change
 MOST = 500  # rows that are read for one request
 ID = re.compile(r"[a-z0-9][a-z0-9-]{0,120}")
 
 
 class Records:
-    """The jobs of one cluster, as the bucket has them. Rows of jobs that have ended are read once."""
+    """The jobs of one cluster, as the bucket has them. Rows of jobs that have ended are kept for some time."""
 
     def __init__(self, store: Store, cluster: str) -> None:
         self.store, self.cluster = store, cluster
-        self._rows: OrderedDict[str, dict[str, Any] | None] = OrderedDict()  # None: a job of another cluster
+        # When each row was read, in monotonic seconds, and the row. None: a job of another cluster.
+        self._rows: OrderedDict[str, tuple[float, dict[str, Any] | None]] = OrderedDict()
         self._lock = threading.Lock()
 
     def ids(self) -> list[str]:
@@ -66,9 +69,11 @@ class Records:
             return list(pool.map(self._row, jobs))
 
     def _row(self, job: str) -> dict[str, Any] | None:
+        now = time.monotonic()
         with self._lock:
-            if job in self._rows:
-                return self._rows[job]
+            at, row = self._rows.get(job, (-FRESH, None))
+            if now - at < FRESH:
+                return row
         try:
             state = self.state(job)
         except UnreadableError as error:
@@ -78,7 +83,7 @@ class Records:
         row = job_row(state) if state.cluster == self.cluster else None
         if state.over or row is None:
             with self._lock:
-                self._rows[job] = row
+                self._rows[job] = now, row
                 while len(self._rows) > KEPT:
                     self._rows.popitem(last=False)
         return row

@@ -11,7 +11,7 @@ const SHORT = { counted: "stepping", lost: "void", starting: "warming up", recov
 
 export function draw(found) {
   const spans = found.bars.flatMap((bar) => bar.spans);
-  if (!spans.length) return el("p", { class: "quiet" }, "No machine time has been recorded for this run. Heads of older versions do not record it.");
+  if (!spans.length) return el("p", { class: "quiet" }, "No machine time has been recorded for this run so far. Heads of older versions do not record it.");
   const start = Math.min(...spans.map((each) => each[1])), end = Math.max(...spans.map((each) => each[2]));
   return el("div", {}, legend(found), lanes(found, start, end), missing(found), interruptions(found.marks));
 }
