@@ -24,9 +24,9 @@ class Row:
 
 def processor(trace: Mapping[str, Any]) -> list[Row]:
     """Operations on the processor, the longest first. Raises `ValueError` if the trace is malformed."""
-    threads: dict[tuple[Any, Any], list[tuple[float, float, str]]] = {}
+    threads: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
     for each in _events(trace, ON_CPU):
-        place = (each.get("pid"), each.get("tid"))
+        place = (str(each.get("pid")), str(each.get("tid")))
         threads.setdefault(place, []).append((each["ts"], each["dur"], each["name"]))
     return _rows(own for events in threads.values() for own in _own_times(events))
 
@@ -56,7 +56,7 @@ def _events(trace: Mapping[str, Any], kinds: frozenset[str]) -> Iterable[dict[st
         for each in trace["traceEvents"]:
             if each.get("ph") == "X" and each.get("cat") in kinds:
                 yield each | {"ts": float(each["ts"]), "dur": float(each["dur"]), "name": str(each["name"])}
-    except (TypeError, KeyError, AttributeError) as error:
+    except (TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(f"not a trace of torch's profiler: {error!r}") from None
 
 

@@ -37,6 +37,7 @@ def event(name: str, start: float, took: float, kind: str = "cpu_op", thread: in
         pytest.param([event("a", 0, 10), event("b", 0, 4)], {"a": (1, 6), "b": (1, 4)}, id="they begin together"),
         pytest.param([event("a", 0, 10), event("a", 1, 4)], {"a": (2, 10)}, id="an operation in itself"),
         pytest.param([event("a", 0, 10), event("b", 2, 3, thread=2)], {"a": (1, 10), "b": (1, 3)}, id="two threads"),
+        pytest.param([event("a", 0, 10) | {"tid": []}], {"a": (1, 10)}, id="a thread that is no number"),
         pytest.param([event("a", 0, 10), event("b", 2, 3, kind="kernel")], {"a": (1, 10)}, id="a kernel of a GPU"),
         pytest.param([event("a", 0, 10), {"ph": "M"}, {"ph": "s", "cat": "cpu_op"}], {"a": (1, 10)}, id="other events"),
     ],
@@ -57,7 +58,11 @@ def test_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    "trace", [{}, [], 7, {"traceEvents": 7}, {"traceEvents": [7]}, {"traceEvents": [event("a", 0, 0) | {"ts": None}]}]
+    "trace",
+    [
+        *({}, [], 7, {"traceEvents": 7}, {"traceEvents": [7]}),
+        *({"traceEvents": [event("a", 0, 0) | {"ts": at}]} for at in (None, 10**400)),
+    ],
 )
 def test_what_is_no_trace(trace: Any) -> None:
     with pytest.raises(ValueError, match="not a trace of torch's profiler"):
