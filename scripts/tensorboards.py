@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import tempfile
 import threading
@@ -42,23 +43,34 @@ class Board:
         self._written: dict[str, Points] = {}
         self._file: EventFile | None = None
         self._files = 0
+        self._due = False  # whether points have been read that are not written yet
         self._fetched: dict[str, int] = {}  # bytes of each of the script's own event files, by key
 
     def update(self) -> int:
-        """Write what is new. Returns how many points. Raises `SpotrunError`."""
+        """Write what is new. Returns how many points. Raises `SpotrunError`, and `OSError` for a full disk."""
         state = runs.state(self._store, self._cluster, self.job)
         if self.over and state.ended_already:
             return 0
         self.over = False  # it may have been relaunched
-        new = self._reader.update()
-        curves = {name: self._reader.curve(name).counting() for name in self._reader.names} if new else {}
-        count = self._write(curves) if new else 0
+        self._due = self._reader.update() or self._due
+        count = self._write_all() if self._due else 0
+        self._due = False
         self._fetch()
         if state.ended_already and time.time() - (state.ended or 0.0) > LAST:
             if not self._fetched:  # agents of older versions upload no event files while the job runs
                 fetch_kept(self._store, state, self._folder)
             self.over = True
         return count
+
+    def _write_all(self) -> int:
+        """Write the points that are not written yet; all of them again if that fails now. Raises `OSError`."""
+        try:
+            return self._write({name: self._reader.curve(name).counting() for name in self._reader.names})
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.close()
+            self._file, self._written = None, {}
+            raise
 
     def _fetch(self) -> None:
         """Fetch what is new in the script's own event files. A file that has become shorter is fetched again.
@@ -208,7 +220,7 @@ def _update(boards: Sequence[Board]) -> float:
         problem = ""
         try:
             board.update()
-        except SpotrunError as error:
+        except (SpotrunError, OSError) as error:  # the disk may be full
             problem = str(error)
         if problem and problem != board.problem:
             console.warn(f"spotrun: tensorboard: {board.job}: {problem}")

@@ -111,6 +111,22 @@ def test_a_run_that_is_relaunched_goes_on(bucket: Store, board: Board) -> None:
     board.close()
 
 
+def test_a_disk_that_refuses_ends_nothing(bucket: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be full for a moment. Here, a file is in the place of a folder."""
+    put(bucket, 1, 0, [(1, 0.5)])
+    (tmp_path / "logs").write_text("")
+    board = Board(bucket, "c", JOB, tmp_path / "logs" / JOB)
+    for _ in range(2):
+        tensorboards._update([board])
+    assert capsys.readouterr().err.count(f"spotrun: tensorboard: {JOB}: ") == 1
+    (tmp_path / "logs").unlink()
+    tensorboards._update([board])
+    assert board.problem == ""
+    (file,) = (tmp_path / "logs" / JOB).iterdir()
+    assert file.stat().st_size > 100, "the point that was read before is there"
+    board.close()
+
+
 def test_a_block_that_comes_late(bucket: Store, board: Board, url: str) -> None:
     put(bucket, 1, 0, [(1, 0.5)])
     put(bucket, 1, 0, [(3, 0.125)], block=3)
