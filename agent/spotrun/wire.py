@@ -32,8 +32,8 @@ REFUSAL_HEADER = "Spotrun-Refusal"  # header of the answer to a refused request:
 class StateRef(Document):
     """A saved training state, ordered by (generation, step): a later generation is newer, even with a smaller step."""
 
-    generation: int = Field(ge=0)
-    step: int = Field(ge=0)
+    generation: int = Field(ge=0, lt=1 << 63)
+    step: int = Field(ge=0, lt=1 << 63)
 
 
 class Member(Document):
@@ -141,11 +141,11 @@ class Worker(Document):
 
     rank: int
     pid: int
-    step: int  # steps completed since the job began; -1 before the state is restored
-    base: int = -1  # the step at which it began in this generation
+    step: int = Field(lt=1 << 63)  # steps completed since the job began; -1 before the state is restored
+    base: int = Field(default=-1, lt=1 << 63)  # the step at which it began in this generation
     stepped_at: float  # epoch seconds of the last completed step, 0 before the first
     samples: float = 0.0  # seen by this process in this generation
-    total_steps: int = 0  # the script's own estimate of the job's length; 0: unknown
+    total_steps: int = Field(default=0, lt=1 << 63)  # the script's own estimate of the job's length; 0: unknown
     metrics: dict[str, float] = Field(default={})
     # Epoch seconds of: forked, init called, group formed, state restored, first step done. 0: not yet.
     phases: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
@@ -159,17 +159,17 @@ class FileRef(Document):
     """An object of a checkpoint, with its size and checksum."""
 
     name: str  # below the checkpoint's folder
-    size: int
+    size: int = Field(ge=0, lt=1 << 63)
     xxh3: str  # hex digest, 128 bits
 
 
 class Part(Document):
     """One uploaded part of a checkpoint. The head writes the manifest when all parts are uploaded."""
 
-    step: int
-    generation: int
-    index: int
-    parts: int
+    step: int = Field(ge=0, lt=1 << 63)
+    generation: int = Field(ge=0, lt=1 << 63)
+    index: int = Field(ge=0, lt=1 << 63)
+    parts: int = Field(ge=1, lt=1 << 63)
     files: tuple[FileRef, ...]
     whole: str = ""  # xxh3 of the whole snapshot: it must be the same for all parts
     took: float = Field(default=0.0, ge=0)  # seconds of its copy and upload; 0: the agent cannot say it
@@ -179,8 +179,8 @@ class Manifest(Kept):
     """Written last into a checkpoint's folder, create-only: the checkpoint is complete."""
 
     job: str
-    generation: int
-    step: int
+    generation: int = Field(ge=0, lt=1 << 63)
+    step: int = Field(ge=0, lt=1 << 63)
     created: float
     files: tuple[FileRef, ...]
 
@@ -213,7 +213,7 @@ class JobReport(Document):
     devices: tuple[int, ...] = ()  # those that its living workers use; (): no worker lives
     doing: str = ""  # what the job is at while it prepares or starts. In phase ready: what it waits for
     doing_since: float = Field(default=0.0, ge=0, le=253402300799)  # since when, epoch seconds by the node's clock
-    generation: int = 0  # the newest generation of this job that this agent took part in
+    generation: int = Field(default=0, lt=1 << 63)  # the newest generation of this job that this agent took part in
     store: str = ""  # "host:port" for the next generation, if this node is its first member
     workers: tuple[Worker, ...] = ()
     before: tuple[Worker, ...] = ()  # `workers` at the end of the last generation, until `generation` is ordered
@@ -272,8 +272,8 @@ class Report(Document):
         found = {key: values[key] for key in JobReport.model_fields if key in values and key != "devices"}
         if own:
             found["phase"] = "idle"
-        workers = found.get("phase") in ("starting", "running")
-        found["devices"] = range(int(values.get("devices", 1))) if workers else ()
+        workers, count = found.get("phase") in ("starting", "running"), values.get("devices", 1)
+        found["devices"] = range(count) if workers and isinstance(count, int) and count <= 1024 else ()
         jobs = [found] if values.get("job") else []
         since = values.get("doing_since", 0.0) if own else 0.0
         return {"version": 1, **values, "phase": phase if own else "ready", "since": since, "jobs": jobs}

@@ -124,9 +124,12 @@ async def test_a_job_whose_state_is_gone_is_passed_over(world: World) -> None:
 
 async def test_a_job_that_cannot_be_set_up_does_not_fail_the_next(world: World) -> None:
     first, second = [await world.head.submit(JOB, CODE) for _ in range(2)]
+    for name in ("a", "b"):
+        world.receive(name)
     await world.turn()
     failure = Failure(kind="setup", rank=0, at=1.0, message="no such package")
-    world.receive("a", job=first, phase="failed", failure=failure)
+    for name in ("a", "b"):
+        world.receive(name, job=first, phase="failed", failure=failure)
     await world.turn(4)
     assert world.written(first).phase == "failed"
     assert world.head.job is not None

@@ -10,7 +10,7 @@ from spotrun.head.agents import Agents
 from spotrun.head.planner.notice_fit import notice_of, too_long
 from spotrun.spec import ClusterSpec
 from spotrun.spec.cluster import PoolSpec
-from spotrun.wire import Order, Report, Worker
+from spotrun.wire import Bundle, JobOrder, Order, Report, Worker
 
 TEXT = (
     "a drain of a takes about 38 s: 36 s for the snapshot and 2.0 s for a step. "
@@ -65,7 +65,9 @@ def test_operators_are_told_once_at_the_first_snapshot_of_a_job() -> None:
     def send(order: Order) -> None:
         """A link."""
 
+    order = Order(epoch=1, jobs=tuple(JobOrder(bundle=Bundle(id=job, code="", job={})) for job in ("j", "k")))
     agents = Agents(lambda kind, text: said.append((kind, text)), {"p": 30.0}.__getitem__)
     for each in (report(0.0), report(36.0), report(37.0), report(36.0, job="k"), report(0.0, boot="2"), report(36.0)):
         agents.receive(each, send, 1.0)
+        agents.known["a"].sent = order
     assert [text for kind, text in said if kind == "snapshot"] == [TEXT, TEXT]

@@ -66,7 +66,7 @@ class Agents:
         if report.phase != "checking":
             agent.answered = now
         for work in report.jobs:
-            self._note(report, work, now)
+            self._note(report, work, now, agent.sent)
         return True
 
     def receive(self, report: Report, send: Send, now: float, made: float = 0.0) -> bool:
@@ -84,7 +84,7 @@ class Agents:
         if last is None:
             self._misfits.pop(report.node, None)
         self._add_joined_event(report.node, before, last)
-        for job in _ready_jobs(report) - (_ready_jobs(last) if last else set()):
+        for job in self._orders.keys() & (_ready_jobs(report) - (_ready_jobs(last) if last else set())):
             self.ready_at[job] = now
         if report.unfit and (last is None or _words(last.unfit) != _words(report.unfit)):
             self._add_event("unfit", f"{report.node} takes no job: {'; '.join(report.unfit)}")
@@ -95,10 +95,10 @@ class Agents:
             taken = f"will be taken at {time.strftime('%Y-%m-%d %H:%M', time.gmtime(report.coming.deadline))} UTC"
             text = f"{report.node} {taken}: {report.coming.kind}; it trains on until shortly before"
             self._add_event("notice", text)
+        sent = before.sent if before and before.send is send else None
         for work in report.jobs:
             self._add_saving_event(report.node, work, last.of(work.job) if last else None)
-            self._note(report, work, now)
-        sent = before.sent if before and before.send is send else None
+            self._note(report, work, now, sent)
         same = last is not None and _phases(last) == _phases(report)
         since = before.since if before and same and before.since >= made else now
         unfit_since = before.unfit_since if before and before.unfit_since >= made else 0.0  # of this machine only
@@ -111,8 +111,10 @@ class Agents:
         self.known[report.node] = KnownAgent(report, now, send, sent, since, answered, unfit_since)
         return noticed
 
-    def _note(self, report: Report, work: JobReport, now: float) -> None:
-        """Note what a report says about a job, even if it says the same as before."""
+    def _note(self, report: Report, work: JobReport, now: float, sent: Order | None) -> None:
+        """Note what a report says about a job, even if it says the same as before. sent: the newest order."""
+        if sent is None or sent.job(work.job) is None:
+            return  # not a job that it was told to set up: its reports may name any number of others
         before = self._misfits.get(report.node, {}).get(work.job)
         if work.failure is not None and work.failure.kind == "setup":
             again = before is None or before.over(now)  # the job has gone back to the node

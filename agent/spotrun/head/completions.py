@@ -86,6 +86,6 @@ def manifests(job: JobState, reports: Iterable[JobReport], now: float) -> list[M
             files=tuple(file for index in sorted(parts) for file in parts[index].files),
         )
         for (generation, step, count), parts in sorted(found.items())
-        if set(parts) == set(range(count)) and (generation, step) > job.newest
+        if len(parts) == count and set(parts) == set(range(count)) and (generation, step) > job.newest
         if len({part.whole for part in parts.values()}) == 1
     ]

@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 BEGUN = "generation"  # the kind of the events that say which generation has begun
 MOST = 1000  # newest ones of the cluster, and of each job, that are kept
+LONGEST = 20_000  # characters of a text, which may have the names of all members; a node could send more
 
 
 class Event(dict[str, Any]):
@@ -36,11 +37,11 @@ class Events:
 
     def add(self, kind: str, text: str, job: str | None = None) -> None:
         """Add to the events of a job; None: to those of the cluster, and of each job that has not ended."""
-        event = Event(at=self._clock(), kind=kind, text=text)
+        event = Event(at=self._clock(), kind=kind, text=text[:LONGEST])
         for events in [self._jobs.setdefault(job, [])] if job else [self._cluster, *self._jobs.values()]:
             events.append(event)
             del events[:-MOST]
-        log.info("%s%s: %s", f"{job}: " if job else "", kind, text)
+        log.info("%s%s: %s", f"{job}: " if job else "", kind, event["text"])
 
     def has(self, text: str) -> bool:
         """Whether an event of the cluster has exactly this text."""

@@ -69,7 +69,8 @@ def job_view(
     """What a job sees. ready_at: when a node last became ready. vanished: as in `View`. placed: where it may train."""
     mine, expected = assignment.assigned.get(job.id, {}), assignment.expected.get(job.id, {})
     members = {member.node for member in job.last}
-    names = members.union(mine, view.reporting.get(job.id, ()))
+    misfits = view.misfits.get(job.id, {})
+    names = members.union(mine, view.reporting.get(job.id, ()), misfits)
     known = (view.by_name[name] for name in sorted(names) if name in view.by_name)
     nodes = [_own(view, node, job, mine) for node in known]
     return View(
@@ -89,7 +90,7 @@ def job_view(
         conditions={name: conditions[name] for name in {**mine, **expected} if name in conditions},
         dearest=placed.hourly if placed else 0.0,
         rest_until=placed.rest_until if placed else None,
-        misfits=view.misfits.get(job.id, {}),
+        misfits=misfits,
         queued=assignment.reasons.get(job.id, "") if any(id != job.id for id in assignment.held) else "",
     )
 
