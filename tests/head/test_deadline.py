@@ -372,7 +372,7 @@ def test_the_bucket_lacks_the_work_since_the_snapshot_of_its_newest_checkpoint()
 def test_steps_that_are_lost_are_work_left() -> None:
     """No node has a state any more, so the job goes on from its newest checkpoint."""
     state = trains(checkpoints=(StateRef(generation=1, step=40),), reached=50, pace=2.0, paced=1)
-    state = state.replace(progress=Progress(total_steps=1000), generation=1)
+    state = state.replace(progress=Progress(total_steps=1000), generation=1, trained=(A,))
     seen = FleetView(now=NOW, jobs=(state,), nodes=())
     assert demand(seen, CLUSTER, state, 0).left == pytest.approx(960 * 2.0)
     holds = node(A, generation=0, snapshot=StateRef(generation=1, step=48))

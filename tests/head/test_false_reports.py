@@ -10,15 +10,84 @@ from typing import Any
 import pytest
 
 from spotrun.head.completions import manifests
+from spotrun.head.job_state import Start, apply, saved
 from spotrun.head.server import agent_server
-from spotrun.wire import JobReport, Part, Report
+from spotrun.store import checkpoint_key
+from spotrun.wire import Failure, JobReport, Manifest, Part, Report, StateRef
 from tests.head.puppets import Theatre
 from tests.head.views import NOW, job
 from tests.head.world import World
 
+SECRET = {"env": {"TOKEN": "of-another-job"}}
+
+
+def tell(stage: Theatre, node: str, *lies: JobReport) -> None:
+    """The node reports what it does, and lies about other jobs."""
+    puppet = stage.puppets[node]
+    report = puppet.report(stage.now)
+    stage.head.receive(report.replace(jobs=(*report.jobs, *lies)), puppet.send)
+
+
+async def two_jobs(stage: Theatre, **victim: Any) -> tuple[str, str, str]:
+    """A job that trains, and has two checkpoints; another job; and the node of the other job."""
+    jobs = [await stage.queue_job("victim", 1, **victim), await stage.queue_job("other", 1)]
+    await stage.round(10)
+    for step in (5, 6):
+        await save(stage, jobs[0], step)
+    return jobs[0], jobs[1], stage.nodes(jobs[1])[0]
+
+
+async def save(stage: Theatre, job: str, step: int) -> None:
+    """The job's own node puts a checkpoint into the bucket."""
+    (node,) = stage.nodes(job)
+    stage.puppets[node].work[job].parts = {step: checkpoint(1, step)}
+    await stage.round(3)
+    assert stage.state(job).checkpoints[0].step == step
+
 
 def checkpoint(generation: int, step: int) -> Part:
     return Part(step=step, generation=generation, index=0, parts=1, files=(), whole="x")
+
+
+async def test_it_neither_ends_a_job_nor_removes_its_checkpoints(tmp_path: Path) -> None:
+    stage = Theatre(tmp_path, machines=2)
+    victim, _, stranger = await two_jobs(stage)
+    before, last = stage.state(victim), 10**6
+    for number in range(1, 4):
+        lie = JobReport(job=victim, generation=last + number, parts=(checkpoint(last + number, last + number),))
+        for _ in range(3):
+            await stage.round(without=[stranger])
+            tell(stage, stranger, lie)
+    after = stage.state(victim)
+    assert (after.generation, after.interruptions) == (before.generation, ())
+    assert not any(stage.store.exists(checkpoint_key(victim, last + number)) for number in range(1, 4))
+    assert after.checkpoints == before.checkpoints
+    assert all(stage.store.exists(checkpoint_key(victim, each.step)) for each in before.checkpoints)
+    await save(stage, victim, 7)
+
+
+async def test_it_is_not_told_about_a_job(tmp_path: Path) -> None:
+    stage = Theatre(tmp_path, machines=2)
+    victim, other, stranger = await two_jobs(stage, **SECRET)
+    newest = StateRef(generation=10**6, step=10**6)
+    for _ in range(5):
+        await stage.round(without=[stranger])
+        tell(stage, stranger, JobReport(job=victim, snapshot=newest, phase="idle"))
+    assert {each.bundle.id for order in stage.puppets[stranger].orders for each in order.jobs} == {other}
+
+
+async def test_it_cannot_say_that_a_job_cannot_be_set_up(tmp_path: Path) -> None:
+    """No machine is there for that job yet."""
+    stage = Theatre(tmp_path, machines=1)
+    other = await stage.queue_job("other", 1)
+    await stage.round(10)
+    (stranger,) = stage.nodes(other)
+    victim = await stage.queue_job("victim", 1)
+    failure = Failure(kind="setup", rank=0, at=stage.now, message="boom", repeats=True)
+    for _ in range(5):
+        await stage.round(without=[stranger])
+        tell(stage, stranger, JobReport(job=victim, phase="failed", failure=failure))
+    assert stage.state(victim).phase == "queued"
 
 
 @pytest.mark.parametrize(
@@ -57,6 +126,17 @@ def test_a_number_of_parts_that_no_memory_holds() -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_nodes_that_may_hold_a_state() -> None:
+    """Those of earlier generations count until there is a newer checkpoint."""
+    one = job("a", "b", generation=1)
+    two = apply(one, Start(one.members[:1], "a:2"), NOW)
+    assert two.involved == {"a", "b"}
+    manifest = Manifest(job=two.id, generation=two.generation, step=9, created=NOW, files=())
+    assert saved(two, (), manifest, NOW).involved == {"a"}
+    old = manifest.replace(generation=1)
+    assert saved(two, (), old, NOW).involved == {"a", "b"}
 
 
 @pytest.mark.parametrize("devices", [10**6, 1e6, 10**30, None, [], "many"], ids=str)

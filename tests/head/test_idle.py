@@ -215,7 +215,7 @@ def test_no_machine_is_asked_for_while_they_are_given_back() -> None:
 
 def test_the_end_of_a_job_has_a_limit_of_its_own() -> None:
     ending = Ending(phase="succeeded", deadline=NOW + 1000, state=HELD)
-    state = job(spec=TWO, ending=ending, reached=40, pace=1.0, progress=Progress())
+    state = job(spec=TWO, ending=ending, reached=40, pace=1.0, progress=Progress(), trained=(A,))
     node = reporting(A, snapshot=HELD, trouble=trouble(900))
     fleet = FleetView(now=NOW, jobs=(state,), nodes=(node,), machines=(machine(A),))
     assert wish(fleet, SAFE, {}, {}).keep == {A}
@@ -234,7 +234,7 @@ def test_a_job_rests_again_when_no_machine_can_meet_its_deadline() -> None:
 @pytest.mark.parametrize(("seconds", "kept"), [(59, {A}), (61, set())])
 def test_a_paused_job_does_not_keep_a_machine_for_ever(seconds: float, kept: set[str]) -> None:
     """Its state is worth 60 s, and cannot be uploaded."""
-    state = job(spec=TWO, paused="a person", reached=40, pace=1.0, progress=Progress())
+    state = job(spec=TWO, paused="a person", reached=40, pace=1.0, progress=Progress(), trained=(A,))
     node = reporting(A, snapshot=HELD, trouble=trouble(seconds))
     fleet = FleetView(now=NOW, jobs=(state,), nodes=(node,), machines=(machine(A),))
     assert wish(fleet, SAFE, {}, {}).keep == kept

@@ -89,7 +89,7 @@ def test_every_machine_that_runs_is_paid_for() -> None:
 
 def test_a_job_pays_for_machines_that_are_ready_for_its_move_or_keep_its_state() -> None:
     """The budget counts them, so they must not be the cluster's."""
-    state = job(A, B, checkpoints=(StateRef(generation=1, step=40),))
+    state = job(A, B, checkpoints=(StateRef(generation=1, step=40),), trained=(A, B, C))
     idle = {"generation": 0, "phase": "ready", "workers": ()}
     left = node(C, **idle)  # its snapshot is of step 48
     target = node("d", **idle, snapshot=None, pool="q")

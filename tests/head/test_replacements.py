@@ -342,6 +342,7 @@ async def test_a_machine_that_is_being_checked_is_there_and_takes_no_part(world:
     await world.head._turn(time.time() + 20)
     assert world.head.job is not None
     assert world.head.job.current is None or len(world.head.job.current.members) == 1
+    await world.turn()
     assert [node["phase"] for node in world.head.status()["nodes"]] == ["ready", "checking"]
     await world.look()
     assert world.cloud.size == {"p": 2, "q": 0}

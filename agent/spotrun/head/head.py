@@ -295,13 +295,13 @@ class Head:
             view = self._job_view(fleet, job, conditions)
             self._carry_out(replace(view, job=job_totals.count(job, view, uses, self.fleet.rates)))
             return frozenset()
-        reporting = fleet.reporting.get(job.id, ())
-        work = [found for name in reporting if (found := fleet.by_name[name].report.of(job.id))]
+        view = self._job_view(fleet, job, conditions)
+        work = [node.work for node in view.nodes if node.work.job]
         taken = max((each.generation for each in work), default=0)
         if taken >= job.next_number:
             # Another head has used this number while both believed that they were the only one.
             job = apply(job, EndGeneration(cause=Cause(kind="head")), now).replace(generation=taken)
-        view = self._job_view(fleet, job, conditions)
+            view = self._job_view(fleet, job, conditions)
         wanted = self.signs.update(view, add_event)
         job = job_totals.observe(idle.observe(silence.observe(job, view), view), view)
         job = job_totals.count(job, view, uses, self.fleet.rates)

@@ -79,6 +79,7 @@ class JobState(Kept):
     current: Generation | None = None
     ordered_at: float = 0.0  # when `current` was given out, or when the last one ended
     last: tuple[Member, ...] = ()  # members of the newest generation, in rank order
+    trained: tuple[str, ...] = ()  # nodes of its generations since the newest checkpoint, with those that took it
     draining: Draining | None = None
     saving: Saving | None = None
     checkpoints: tuple[StateRef, ...] = ()  # complete ones, newest first
@@ -172,6 +173,11 @@ class JobState(Kept):
         return self.current.members if self.current else ()
 
     @property
+    def involved(self) -> frozenset[str]:
+        """The nodes that may hold a state of it. What others say about it does not count: the code of a job may lie."""
+        return frozenset([*self.trained, *(member.node for member in self.last)])
+
+    @property
     def kept(self) -> Member | None:
         """The node that is kept for a person, or will be when the job's last state is in the bucket."""
         if self.kept_node:
@@ -247,6 +253,8 @@ def saved(job: JobState, complete: tuple[StateRef, ...], manifest: Manifest, now
     if not took and job.saving and not saving:
         took = now - job.saving.since  # an upper limit: an agent of an older version does not report `took`
     job = job.replace(state_bytes=sum(file.size for file in manifest.files), upload=took or job.upload)
+    if ref.generation == job.generation:
+        job = job.replace(trained=tuple(member.node for member in job.last))
     return job.replace(checkpoints=known, saved_at=now, saving=saving)
 
 
@@ -294,7 +302,9 @@ def in_doubt(job: JobState, cause: Cause | None) -> bool:
 
 def _begin(job: JobState, current: Generation, now: float) -> JobState:
     """The job, which has no generation, at the beginning of the next one."""
-    job = job.replace(generation=current.number, current=current, last=current.members, ordered_at=now, saving=None)
+    trained = tuple(dict.fromkeys([*job.trained, *(each.node for each in (*job.last, *current.members))]))
+    job = job.replace(generation=current.number, current=current, last=current.members, trained=trained)
+    job = job.replace(ordered_at=now, saving=None)
     return job.replace(phase="starting", started=job.started or now, following=None)
 
 

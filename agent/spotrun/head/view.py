@@ -174,11 +174,13 @@ class FleetView:
 
     @cached_property
     def reporting(self) -> Mapping[str, tuple[str, ...]]:
-        """By job: the names of the nodes that report about it."""
+        """By job: the names of the nodes that report about it, and that may hold a state of it."""
+        involved = {job.id: job.involved for job in self.jobs}
         found: dict[str, list[str]] = {}
         for node in self.nodes:
             for work in node.report.jobs:
-                found.setdefault(work.job, []).append(node.name)
+                if node.name in involved.get(work.job, ()):
+                    found.setdefault(work.job, []).append(node.name)
         return {job: tuple(names) for job, names in found.items()}
 
     @cached_property
@@ -247,7 +249,7 @@ class View:
 
     now: float  # the head's clock, epoch seconds
     job: JobState
-    nodes: tuple[Node, ...]  # its members, the nodes on which it has devices, and those that report about it
+    nodes: tuple[Node, ...]  # its members, the nodes on which it has devices, and others that may hold a state of it
     expected: int = 0  # the nodes that it has or will have soon
     waiting_since: float = 0.0  # when a node last became ready for it, or when it was submitted, if that is later
     began: float = 0.0  # when this head started
