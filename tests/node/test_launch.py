@@ -105,15 +105,18 @@ async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> Non
         assert b.failure(15).message == "the script exited with code 3 in a step that does not count"
         assert b.failure(10).message == "ModuleNotFoundError: No module named 'no_such_module_here'"
 
-        # A generation that still runs is ended by the next; a store that is not held is refused.
-        b.start(11, "import time; time.sleep(600)")
-        await b.said(lambda e: e["type"] == "started" and e["generation"] == 11, "a start")
-        b.start(12, "print('next')")
-        assert await b.code(11) == -signal.SIGKILL
-        assert await b.code(12) == 0
+
+async def test_a_generation_ends_the_one_before_and_is_refused_without_its_store(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.begin()
+        b.start(1, "import time; time.sleep(600)")
+        await b.said(lambda e: e["type"] == "started" and e["generation"] == 1, "a start")
+        b.start(2, "print('next')")
+        assert await b.code(1) == -signal.SIGKILL
+        assert await b.code(2) == 0
         b.launcher.store = "127.0.9.9:1"
-        b.start(13, "")
-        await b.said(lambda e: e["type"] == "refused" and e["generation"] == 13, "a refusal")
+        b.start(3, "")
+        await b.said(lambda e: e["type"] == "refused" and e["generation"] == 3, "a refusal")
 
 
 # It fills the disk, then also the last block of its log. The control block and the log lie on that disk.
