@@ -167,24 +167,6 @@ def test_a_job_on_safe_machines_does_not_ask_for_spot_machines_that_cost_more() 
     assert asked(place(Situation(START, found, (one,)))["j"]) == [("steady",), ("spot-a",)]
 
 
-def test_a_job_on_safe_machines_does_not_keep_fewer_spot_machines_than_it_needs() -> None:
-    """They would be idle, and paid, for as long as their zone gives no more. The zone is asked again later."""
-    steady = Offer(Pool("steady", 2, 2), "c", "on-demand", price=1.2, usable=2)
-    one = replace(job(8, 12, max=2, members={"steady": 2}), min=2)
-
-    def asks(states: tuple[str, ...], past: History) -> bool:
-        supply: Any = "short" if states else "open"
-        spot = Pool("spot-a", 2, 2 if states else 0, dict.fromkeys(states, "ready"), supply)
-        offer = Offer(spot, "a", price=0.6, usable=len(states), history=past)
-        return ("spot-a",) in asked(place(Situation(START, (offer, steady), (one,)))["j"])
-
-    assert asks((), History())
-    assert not asks(("spot-a-0",), History())
-    assert not asks((), History(short_at=START - 60, short_with=1))
-    assert asks((), History(short_at=START - 60, short_with=0))  # that cost nothing
-    assert asks((), History(short_at=START - 3600, short_with=1))
-
-
 ASKED = Placement(frozenset({"spot-a"}), (need(1, (Offer(Pool("steady", 1, 0), "c", "on-demand"),)),))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from spotrun.cloud.base import Market
 from spotrun.head.capacity.policies.elastic import elastic
 from spotrun.head.capacity.policies.waiting_game import SPARE, Game, Tables, rounded, solve
-from spotrun.head.capacity.policies.zones import Zone, gave, held, holds, need, price, rate, room, usable, zones
+from spotrun.head.capacity.policies.zones import Zone, held, holds, need, price, rate, room, usable, zones
 from spotrun.head.capacity.situation import Demand, Offer, Placement, Situation
 from spotrun.head.capacity.sizes import Need
 
@@ -185,14 +185,9 @@ def _would_move(game: Game, job: Demand, view: Outlook) -> bool:
 def _spot_to_move_to(seen: Situation, job: Demand, view: Outlook) -> tuple[Need, ...]:
     """What a job on safe machines asks of spot pools: machines of those zones to which a move would pay.
 
-    Another zone may be likelier to have machines, but too dear. The job would give them up as soon as they boot. A zone
-    that gives some machines, but too few, is not asked for a while: they would cost money and do nothing.
+    Another zone may be likelier to have machines, but too dear. The job would give them up as soon as they boot.
     """
-    found = [
-        zone.pools
-        for zone in zones(seen, job, ("spot",))
-        if (zone.hope >= job.min or not gave(seen, job, zone)) and _would_move(_game(job, view, zone), job, view)
-    ]
+    found = [zone.pools for zone in zones(seen, job, ("spot",)) if _would_move(_game(job, view, zone), job, view)]
     return tuple(need for need in view.wish.needs if any(need.pools <= pools for pools in found))
 
 

@@ -165,12 +165,6 @@ def _lasting(pool: Pool) -> int:
     return pool.fit - len(pool.having("leaving"))
 
 
-def gave(seen: Situation, job: Demand, zone: Zone) -> int:
-    """Machines that the zone has for the job, or had when it last fell short."""
-    past = (offer.history.short_with for offer in zone.offers if seen.now < again(offer))
-    return sum(fit(job, offer) for offer in zone.offers) + sum(past)
-
-
 def again(offer: Offer) -> float:
     """When a pool that fell short is assumed to have machines again, epoch seconds; 0 if it never fell short."""
     past = offer.history
