@@ -175,7 +175,8 @@ class JobState(Kept):
     @property
     def involved(self) -> frozenset[str]:
         """The nodes that may hold a state of it. What others say about it does not count: the code of a job may lie."""
-        return frozenset([*self.trained, *(member.node for member in self.last)])
+        members = (*self.last, *(self.following.members if self.following else ()))
+        return frozenset([*self.trained, *(member.node for member in members)])
 
     @property
     def kept(self) -> Member | None:

@@ -117,7 +117,7 @@ def _holders(view: FleetView, job: JobState) -> set[str]:
 def holds_unsaved(node: Node, job: JobState) -> bool:
     """Whether the node holds a state of the job which the bucket does not have."""
     work = node.report.of(job.id)
-    return work is not None and node.name in job.involved and patience.held(work) > job.newest
+    return work is not None and patience.held(work) > job.newest
 
 
 def free(view: FleetView, node: Node, job: JobState, devices: Devices) -> bool:
