@@ -93,8 +93,7 @@ async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> Non
         for number, (text, wanted) in scripts.items():
             b.start(number, text)
             assert await b.code(number) == wanted, text
-        assert b.log(2) == "a thread ended\nat exit\n"
-        assert b.failure(3).message == "the script exited with code 7"
+        assert (b.log(2), b.failure(3).message) == ("a thread ended\nat exit\n", "the script exited with code 7")
         assert "out of luck" in b.log(4)
         assert b.failure(5).message == "ZeroDivisionError: division by zero"
         assert b.failure(5).traceback.splitlines()[1].strip() == f'File "{tmp_path}/s5.py", line 3, in <module>'
