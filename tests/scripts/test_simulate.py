@@ -17,7 +17,7 @@ name: mine
 cloud: local
 pools:
   - {name: spot, zone: local-a}
-  - {name: sure, zone: local-a, market: on-demand}
+  - {name: sure, zone: local-a, market: on-demand, max: 2}
 """
 
 
