@@ -369,16 +369,6 @@ def test_a_deadline_that_cannot_be_kept_is_refused_with_the_earliest_one() -> No
     assert refusal(seen, job(4, 7830 / HOUR, max=2, scaling=1.0)) == ""
 
 
-def test_a_job_trains_on_no_on_demand_machine_that_is_promised_to_another_job() -> None:
-    steady = Pool("steady", 3, 3, {f"steady-{index}": "ready" for index in range(3)})
-    seen = Situation(START, (Offer(steady, "a", "on-demand", price=3.0, usable=3),))
-    first, later = job(1, 4, max=3, priority=1), job(1, 2, job="later", order=1, min=2, max=2)
-    assert [each.max for each in place(replace(seen, demands=(first, later))).values()] == [1, 2]
-    trains_on_all = replace(first, members={"steady": 3})
-    assert [each.max for each in place(replace(seen, demands=(trains_on_all, later))).values()] == [1, 2]
-    assert place(replace(seen, demands=(first,)))["j"].max == 3
-
-
 def test_jobs_that_share_no_pools_do_not_disturb_each_other() -> None:
     mine, theirs = {"spot-a", "steady"}, (Pool("theirs", 2, 0), Pool("spot-b", 2, 0))
     every = (*offers(), Offer(theirs[0], "b", "on-demand", price=3.0), Offer(theirs[1], "b", price=1.0))

@@ -231,7 +231,7 @@ def safe_machines(seen: Situation, job: Demand) -> tuple[Zone, int] | None:
 
 
 def _safe(job: Demand, view: Outlook, also: tuple[Need, ...], reason: str) -> Placement:
-    """Train on safe machines: not on those that are promised to other jobs. Until they are ready, the job stays."""
+    """Train on safe machines. Until they are ready, the job keeps training where it is."""
     offers = (*view.queue, *view.safe.offers)
     pools = _names(offers)
     there = sum(usable(job, offer) for offer in view.safe.offers) >= min(view.nodes, job.max)
@@ -239,8 +239,7 @@ def _safe(job: Demand, view: Outlook, also: tuple[Need, ...], reason: str) -> Pl
     needs = (need(min(job.max, view.nodes), offers), *also)
     if not there and now:
         needs += (Need(sum(job.members[pool] for pool in now), now),)
-        return Placement(now, needs, job.min, job.max, 0, reason)
-    return Placement(pools, needs, job.min, min(job.max, view.nodes), 0, reason)
+    return Placement(now if now and not there else pools, needs, job.min, job.max, 0, reason)
 
 
 def _names(offers: Sequence[Offer]) -> frozenset[str]:
