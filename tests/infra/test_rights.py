@@ -12,9 +12,6 @@ import pytest
 from aiohttp import web
 
 from spotrun.errors import StoreError
-from spotrun.folders import Input
-from spotrun.node import kept_folders
-from spotrun.node.kept_folders import Keeper
 from spotrun.spec import ClusterSpec
 from spotrun.state import slots
 from spotrun.store import Store, checkpoint_key, head_key, host_key, kept_key, log_key, unfit_key
@@ -227,35 +224,6 @@ async def test_an_agent_gets_by_with_its_rights(cloud: Cloud, tmp_path: Path, mo
         ("get", "jobs", "checkpoints"),
     }
     assert (("tag", "jobs", "logs") in kinds) == (cloud == "aws")
-
-
-async def test_a_log_in_a_folder_that_a_job_keeps(
-    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is not one of spotrun's own: the node may write it, and the bucket's rule for old logs does not remove it."""
-    folder, changed, names = tmp_path / "work" / "out", asyncio.Event(), ("train.log", "train.log.kept", "log")
-    folder.mkdir(parents=True)
-    for name in names:
-        (folder / name).write_text(name)
-    with bucket(cloud, monkeypatch) as (guard, inside, opened):
-        for name, value in inside.items():
-            monkeypatch.setenv(name, value)
-        store = Store(("gs://" if cloud == "gcp" else "s3://") + BUCKET)
-        keeper = Keeper(store, changed.set)
-        keeper.want("j-1", folder.parent, ("out",), 1)
-        await changed.wait()
-        assert guard.refused == []
-        assert keeper.keeping is not None
-        assert keeper.keeping.ref is not None
-        wanted = Input(name="here", job="j-1", folder="out", ref=keeper.keeping.ref)
-        await asyncio.to_thread(kept_folders.fetch, store, wanted, tmp_path)
-        assert "tag" not in {deed for deed, _ in guard.done}  # on AWS, the tag is what the rule looks for
-        keys = list(opened.buckets[BUCKET])
-    assert [(tmp_path / "here" / name).read_text() for name in names] == list(names)
-    if cloud == "gcp":
-        base = synthesized.of(ClusterSpec.model_validate(SPECS[cloud])).base
-        rule = base.one("google_storage_bucket")["lifecycle_rule"][0]["condition"]
-        assert [key for key in keys if key.endswith(tuple(rule["matches_suffix"]))] == []
 
 
 def test_large_parts_go_up_and_a_lost_answer_does_no_harm(

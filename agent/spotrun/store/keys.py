@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 # The folders of the bucket. The stacks of `infra` use these names to give nodes their rights.
 CODE, DATA, JOBS = "code/", "data/", "jobs/"  # code bundles, operators' files for jobs to read, a folder for each job
 CHECKPOINTS, KEPT, LOGS, METRICS, SYSTEM = (
@@ -15,7 +13,6 @@ CHECKPOINTS, KEPT, LOGS, METRICS, SYSTEM = (
 )  # folders within a job's folder
 RECORD = 64 << 10  # bytes: limit for a node's record, which a job's code could overwrite with a larger one
 LOG_TAG = {"spotrun-kind": "log"}  # on S3, whose rules cannot tell logs by the end of their keys
-_LOG = re.compile(r"\.log(\.kept)*$")  # a file's name, see `kept_key`
 
 
 def lease_key(cluster: str) -> str:
@@ -99,15 +96,8 @@ def checkpoint_key(job: str, step: int, name: str = "manifest.json") -> str:
 
 
 def kept_key(job: str, generation: int, name: str = "") -> str:
-    """A file of a folder that a job leaves for others; without a name: the list of all of them (`KeptFiles`).
-
-    A key that ends in .log is one of spotrun's logs: nodes tag it, and the bucket's rule removes it when it is old. So
-    a file with such a name gets a further end.
-    """
-    if not name:
-        return f"{JOBS}{job}/{KEPT}/{generation:04d}.json"
-    more = ".kept" if _LOG.search(name) else ""
-    return f"{JOBS}{job}/{KEPT}/{generation:04d}/{name}{more}"
+    """A file of a folder that a job leaves for others; without a name: the list of all of them (`KeptFiles`)."""
+    return f"{JOBS}{job}/{KEPT}/{generation:04d}" + (f"/{name}" if name else ".json")
 
 
 def log_key(job: str, generation: int, node: str, rank: int | str) -> str:
