@@ -147,7 +147,7 @@ def fetch_kept(store: Store, job: JobState, folder: Path) -> int:
         if NAMED in each.name.rpartition("/")[2] and not each.link and is_plain(each.name):
             path = folder / each.name
             path.parent.mkdir(parents=True, exist_ok=True)
-            store.fetch(kept_key(job.id, number, each.name), path)
+            store.fetch(kept_key(job.id, number, each.at or each.name), path)
             count += 1
     return count
 

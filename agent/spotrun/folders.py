@@ -43,6 +43,7 @@ class KeptFile(Document):
     size: int = 0
     xxh3: str = ""  # hex digest, 128 bits
     link: str = ""  # where a link leads, relative to its own folder; empty: a file
+    at: str = ""  # the end of its key; empty: the name
 
 
 class KeptFiles(Kept):

@@ -12,6 +12,8 @@ import pytest
 from aiohttp import web
 
 from spotrun.errors import StoreError
+from spotrun.folders import Input
+from spotrun.node import kept_folders
 from spotrun.spec import ClusterSpec
 from spotrun.state import slots
 from spotrun.store import Store, checkpoint_key, head_key, host_key, kept_key, log_key, unfit_key
@@ -224,6 +226,28 @@ async def test_an_agent_gets_by_with_its_rights(cloud: Cloud, tmp_path: Path, mo
         ("get", "jobs", "checkpoints"),
     }
     assert (("tag", "jobs", "logs") in kinds) == (cloud == "aws")
+
+
+async def test_a_log_in_a_folder_that_is_kept(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node may upload it, the rule for old logs does not delete it, and the next job gets it."""
+    for folder in ("work/out", "target"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "work/out/train.log").write_text("done")
+    with bucket(cloud, monkeypatch) as (guard, inside, _):
+        for name, value in inside.items():
+            monkeypatch.setenv(name, value)
+        store, said = Store(("gs://" if cloud == "gcp" else "s3://") + BUCKET), asyncio.Event()
+        keeper = kept_folders.Keeper(store, said.set)
+        keeper.want("j-1", tmp_path / "work", ("out",), 1)
+        await said.wait()
+        assert keeper.keeping is not None
+        ref, keeping = keeper.keeping.ref, keeper.keeping
+        assert ref is not None, keeping
+        wanted = Input(name="in", job="j-1", folder="out", ref=ref)
+        await asyncio.to_thread(kept_folders.fetch, store, wanted, tmp_path / "target")
+        assert (tmp_path / "target/in/train.log").read_text() == "done"
+        assert guard.refused == []
+        assert not any(deed == "tag" or key.endswith(".log") for deed, key in guard.done)
 
 
 def test_large_parts_go_up_and_a_lost_answer_does_no_harm(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from spotrun.errors import CorruptError, StoreError
 from spotrun.folders import FoldersRef, Input, Keeping
@@ -56,6 +59,19 @@ async def test_a_folder_comes_back_as_it_was(tmp_path: Path, work: Path) -> None
         assert (target / "here" / name).read_bytes() == (work / "out" / name).read_bytes()
     assert os.readlink(target / "here" / "newest") == "deep"
     assert not store.exists(kept_key("j-1", 1, "secret"))
+
+
+async def test_a_log_that_an_older_agent_has_kept(tmp_path: Path) -> None:
+    """Its key ends with its name."""
+    store, data = Store(str(tmp_path / "bucket")), b"done"
+    file = {"name": "out/train.log", "size": len(data), "xxh3": xxhash.xxh3_128_hexdigest(data), "link": ""}
+    listed = json.dumps({"format": 1, "folders": ["out"], "files": [file]}).encode()
+    store.put(kept_key("j-1", 1), listed)
+    store.put(kept_key("j-1", 1, "out/train.log"), data)
+    ref = FoldersRef(generation=1, sha256=hashlib.sha256(listed).hexdigest())
+    (tmp_path / "target").mkdir()
+    await asyncio.to_thread(fetch, store, wanted(ref), tmp_path / "target")
+    assert (tmp_path / "target/here/train.log").read_bytes() == data
 
 
 def fifo(work: Path) -> None:

@@ -114,7 +114,8 @@ def fetch(store: Store, wanted: Input, root: Path) -> None:
         raise SetupError(f"inputs.{wanted.name}: has {size >> 20} MiB, but only {free >> 20} MiB are free in {root}")
     target.mkdir(parents=True)
     for each in (each for each in mine if not each.link):
-        _fetch_file(store, kept_key(wanted.job, wanted.ref.generation, prefix + each.name), each, target)
+        key = kept_key(wanted.job, wanted.ref.generation, each.at or prefix + each.name)
+        _fetch_file(store, key, each, target)
     for each in (each for each in mine if each.link):  # last, so that no file is written through a link
         (target / each.name).parent.mkdir(parents=True, exist_ok=True)
         os.symlink(each.link, target / each.name)
@@ -135,7 +136,7 @@ def _list(store: Store, wanted: Input) -> tuple[KeptFile, ...]:
         raise CorruptError(f"inputs.{wanted.name}: {wanted.job} has left no folder {wanted.folder}")
     for each in found.files:
         inside = not each.link or _stays_inside(each.name, each.link, found.folders)
-        if not is_plain(each.name) or not inside:
+        if not (is_plain(each.name) and is_plain(each.at or each.name) and inside):
             raise CorruptError(f"inputs.{wanted.name}: {key}: refused: {each.name!r} leads out of its folder")
     return found.files
 
@@ -161,8 +162,10 @@ def _upload(store: Store, attempt: _Attempt, uploaded: dict[str, KeptFile]) -> F
         if name not in uploaded:
             link = os.readlink(path) if path.is_symlink() else ""
             if not link:
-                each = KeptFile(name=name, size=path.stat().st_size, xxh3=_digest(path))
-                store.keep(kept_key(job, number, name), path, attempt.stopped.is_set)
+                # Google Cloud tells the logs of workers, which it deletes after some time, by this end of their keys.
+                at = f"{name}/file" if name.endswith(".log") else ""
+                each = KeptFile(name=name, size=path.stat().st_size, xxh3=_digest(path), at=at)
+                store.keep(kept_key(job, number, at or name), path, attempt.stopped.is_set)
             uploaded[name] = KeptFile(name=name, link=link) if link else each
     files = tuple(uploaded[name] for name in sorted(found))
     data = json.dumps(KeptFiles(folders=attempt.folders, files=files).model_dump(mode="json")).encode()

@@ -34,7 +34,7 @@ from spotrun.errors import (
     UploadStopped,
 )
 from spotrun.locks import try_lock
-from spotrun.store.keys import LOG_TAG
+from spotrun.store.keys import LOG_TAG, is_log
 
 Version = tuple[tuple[str, str], ...]  # tells one version of an object from the others
 Credentials = Any  # one of obstore's credential providers; they share no type
@@ -118,7 +118,7 @@ class Store:
         stopped: asked before each part. Once it is true, the upload of a `Path` raises `UploadStopped`.
         """
         # S3's lifecycle rules select objects by prefix and tag, and logs have no prefix of their own.
-        tags = LOG_TAG if key.endswith(".log") and self.url.startswith("s3://") else None
+        tags = LOG_TAG if is_log(key) and self.url.startswith("s3://") else None
         with self._asking("write", key):
             if isinstance(data, Path):
                 # At most 10,000 parts: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html, GCS alike

@@ -161,6 +161,11 @@ def about_key(job: str, node: str, boot: str) -> str:
     return f"{system_folder(job)}/{node}/about-{boot}.json"
 
 
+def is_log(key: str) -> bool:
+    """Whether an object is a log of a job, which the bucket removes after some time."""
+    return key.startswith(JOBS) and key.split("/")[2:3] == [LOGS] and key.endswith(".log")
+
+
 def times_key(log: str) -> str:
     """Beside a log: when it had which size (`node.log_uploader`)."""
     return log.removesuffix(".log") + ".times.log"
