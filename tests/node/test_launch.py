@@ -225,10 +225,12 @@ async def test_imports_that_read_a_workers_place_are_not_made_ahead(tmp_path: Pa
     """Before the fork there is none: a library would take each worker for the only one, or for none."""
     async with bench(tmp_path) as b:
         (tmp_path / "modules" / "placed.py").write_text(PLACED)
-        await b.begin("placed", procs=2)
-        b.start(1, "import placed\nprint(placed.rank, placed.workers)", procs=2)
+        (tmp_path / "modules" / "first.py").write_text("import placed")
+        (tmp_path / "modules" / "loud.py").write_text(MODULE)
+        await b.begin("first", "placed", "loud", procs=2)
+        b.start(1, "import placed\nprint(placed.rank, placed.workers)" + LISTED.format(name="loud"), procs=2)
         assert [await b.code(1, index) for index in (0, 1)] == [0, 0]
-        assert (b.log(1), b.log(1, 1)) == ("0 2\n", "1 2\n")
+        assert (b.log(1), b.log(1, 1)) == ("0 2\nahead\n", "1 2\nahead\n")
 
 
 EAGER = {  # what using CUDA leaves behind, as there is no GPU here

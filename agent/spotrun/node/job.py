@@ -265,7 +265,7 @@ class Job:
             env.setdefault("OMP_NUM_THREADS", str(threads))
         env |= await asyncio.to_thread(_make_socket_folder, self.slots.parent / "launcher")
         self._env = env
-        modules = await asyncio.to_thread(imported_modules, self.root, spec.script)
+        modules = await asyncio.to_thread(imported_modules, self.root, spec.script, own)
         self._now("importing torch")
         private = bool(spec.env or packages)
         self._stacks.unlink(missing_ok=True)

@@ -33,12 +33,15 @@ BASE = ("torch", "torch._dynamo", "numpy", "spotrun.node.launch.worker", "spotru
 
 # Each worker has its own values of these, and the fork server has none. A module that reads one when it is imported
 # would have the wrong value in all workers.
-PLACE = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+PLACE = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
 
 UNIFIED_MEMORY = "/dev/nvidia-uvm"
 SERVER = os.getpid()  # a worker compares this with its parent's pid
 used_cuda = False
-reads_place = False  # whether an import has read a variable of `PLACE`
+readers: list[str] = []  # the imports that have read a variable of `PLACE`
 _spawn = util.spawnv_passfds
 
 
@@ -104,8 +107,12 @@ def _serve(launcher: int, code: str, descriptors: Sequence[int]) -> NoReturn:
 def _import_all() -> None:
     global used_cuda
     import_base()
-    with _watched(), _reading_noticed():
-        _import(os.environ.get(MODULES, "").split())
+    with _watched():
+        for name in os.environ.get(MODULES, "").split():
+            with _reads() as found:
+                _import([name])
+            if found:
+                readers.append(name)
     torch = sys.modules.get("torch")
     used_cuda = (torch is not None and torch.cuda.is_initialized()) or driver_in_use()
 
@@ -126,18 +133,19 @@ def _watched() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reading_noticed() -> Iterator[None]:
-    """Set `reads_place` if a variable of `PLACE` is read in this context."""
+def _reads() -> Iterator[list[str]]:
+    """The variables of `PLACE` that are read in this context. A copy of all variables is no such read."""
     read: Any = os._Environ.__getitem__
+    found: list[str] = []
 
     def noted(variables: Any, name: Any) -> Any:
-        global reads_place
-        reads_place = reads_place or name in PLACE
+        if name in PLACE:
+            found.append(name)
         return read(variables, name)
 
     os._Environ.__getitem__ = noted  # type: ignore[method-assign]
     try:
-        yield
+        yield found
     finally:
         os._Environ.__getitem__ = read  # type: ignore[method-assign]
 
@@ -161,13 +169,9 @@ def driver_in_use(descriptors: Path = Path("/proc/self/fd")) -> bool:
 
 
 def poisoned() -> bool:
-    """In a fork: whether an import of the forkserver must be made after the fork.
-
-    Either CUDA cannot be used, because the import has initialised CUDA or counted the devices. Or the import has read
-    a worker's place.
-    """
+    """In a fork: whether CUDA cannot be used, because the forkserver has initialised CUDA or counted the devices."""
     torch = sys.modules.get("torch")
-    return reads_place or used_cuda or (torch is not None and torch.cuda._is_in_bad_fork())
+    return used_cuda or (torch is not None and torch.cuda._is_in_bad_fork())
 
 
 def _guard() -> None:

@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 FOREVER = 2**31  # restarts that torch elastic allows: the head decides how many there are
 LOST = 255  # multiprocessing's exit code for a worker whose forkserver has ended (`popen_forkserver.Popen.poll`)
 ENDING = 1.0  # seconds: the pipes of a killed process may close before the process has ended
-POISONED = 3  # exit code of the trial process if the imports must be made after the fork, see `preload.poisoned`
+POISONED = 3  # exit code of the trial process if the imports have initialised CUDA: then no fork can use CUDA
+TRIALS = 4  # trial processes, at most; after the second last one, no module is imported before the fork
 
 
 @dataclass(frozen=True)
@@ -307,8 +308,9 @@ def main(address: str, lines_in: int, lines_out: int) -> None:
     os._exit(0)
 
 
-def trial() -> None:
-    """The first fork. When it ends, the forkserver has imported everything."""
+def trial(answer: connection.Connection) -> None:
+    """The first fork. When it ends, the forkserver has imported everything. answer: gets `preload.readers`."""
+    answer.send(preload.readers)
     os._exit(POISONED if preload.poisoned() else 0)
 
 
@@ -325,15 +327,23 @@ def _forkserver_ended() -> bool:
 
 
 def _warm_up() -> None:
-    for _ in range(2):
-        process = get_context("forkserver").Process(target=trial)
+    """Have the forkserver import the script's modules, except those that must be imported after the fork."""
+    for left in reversed(range(TRIALS)):
+        answer, end = get_context("forkserver").Pipe(duplex=False)
+        process = get_context("forkserver").Process(target=trial, args=(end,))
         process.start()
+        end.close()
         process.join()
-        if process.exitcode != POISONED:
+        readers = answer.recv() if answer.poll() and process.exitcode in (0, POISONED) else []
+        answer.close()
+        if process.exitcode != POISONED and not readers:
             break
-        modules = os.environ.pop(preload.MODULES, "")
-        why = "initialises CUDA, or reads a worker's place such as RANK"
-        log.warning("importing %s %s, so each worker imports these modules after its fork", modules, why)
+        modules = os.environ.pop(preload.MODULES, "").split()
+        # One that has been imported by another one may read the place too. The next trial shows it.
+        late = readers if readers and process.exitcode == 0 and left > 1 else modules
+        os.environ[preload.MODULES] = " ".join(each for each in modules if each not in late)
+        why = "reads a worker's place, such as RANK" if readers else "initialises CUDA"
+        log.warning("importing %s %s, so each worker imports these modules after its fork", " ".join(late), why)
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
     if process.exitcode != 0:
         raise SystemExit(f"launcher: a trial worker ended with {process.exitcode}")
