@@ -143,6 +143,15 @@ CASES: dict[str, tuple[Seen, tuple[Recreate, ...]]] = {
         view(left(A, B), holder(A), node(B, reported_at=NOW, snapshot=HELD), machines=(machine(A), machine(B))),
         (BAD,),
     ),
+    "a node that has not trained the job says that it holds a newer state": (
+        view(
+            left(A),
+            holder(A),
+            node(B, reported_at=NOW, snapshot=StateRef(generation=9, step=1)),
+            machines=(machine(A), machine(B)),
+        ),
+        (),
+    ),
     "it is going already": (view(waiting(), unfit(A), machines=(machine(A, state="stopping"),)), ()),
     "the cloud cannot be asked": (view(waiting(), unfit(A), machines=()), ()),
     "it was asked for a moment ago": (

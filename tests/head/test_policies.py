@@ -289,6 +289,28 @@ def test_a_job_asks_for_no_machines_with_which_it_could_not_begin() -> None:
     assert needs(3, large, second, there=3) == {"j": 3, "k": 2}
 
 
+def test_a_job_that_cannot_begin_in_a_zone_leaves_it_to_later_jobs() -> None:
+    offers = (offer("s", zone="a", most=3), offer("t", zone="b", there=4, most=4))
+    trains, waits = job(min=4, members={"t": 4}), job(job="k", order=1, min=4)
+    found = place(Situation(NOW, offers, (trains, waits, job(job="l", order=2, min=1, max=1))))
+    assert {name: sum(need.machines for need in each.needs) for name, each in found.items()} == {"j": 4, "k": 0, "l": 1}
+    assert found["k"].use == {"t"}
+
+
+def test_a_pool_that_is_over_its_new_limit_takes_no_room_from_the_next_one() -> None:
+    offers = (offer("s", there=4, most=2), offer("o", market="on-demand", most=2))
+    found = place(Situation(NOW, offers, (job(min=4, members={"s": 4}), job(job="k", order=1, min=1, max=1))))
+    assert found["k"].needs
+
+
+def test_a_job_of_several_nodes_asks_for_the_machine_that_it_lacks_beside_shared_ones() -> None:
+    """Half of two machines is free."""
+    offers = (offer("s", there=2, most=3, devices=8),)
+    first, second = job(min=2, max=2, devices=4, members={"s": 2}), job(job="k", order=1, min=3, max=3, devices=4)
+    found = place(Situation(NOW, offers, (first, second)))
+    assert sum(need.machines for need in found["k"].needs) == 3
+
+
 @pytest.mark.parametrize("trains", [True, False], ids=["the first job trains", "no machine is there"])
 def test_jobs_share_the_last_machine_of_a_zone_before_another_zone_is_asked(trains: bool) -> None:
     offers = tuple(offer(name, zone=name, most=1, devices=4) for name in ("s", "t"))

@@ -11,6 +11,7 @@ from spotrun.head.costs import job_totals
 from spotrun.head.job_state import Action, Cause, Drain, EndGeneration, Progress, Release, Start, apply
 from spotrun.head.orders import JobOrders
 from spotrun.head.planner.plan import plan
+from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
 from spotrun.wire import Bundle, Worker
 from tests.head.views import NOW, A, B, C, D, failed, failure, job, node, notice, spare, spec, start, view
@@ -70,7 +71,7 @@ def again(*names: str, cause: Cause | None = None) -> Start:
     return replace(start(*names, cause=cause), regroup=True)
 
 
-def test_a_failure_after_a_regroup_does_not_count() -> None:
+def test_a_failure_soon_after_a_regroup_does_not_count() -> None:
     """The lost node may be the reason: the next rank 0 may lack what the first rank 0 has made at its start."""
     first = job(A, B, C, restarts=3)
     assert first.current is not None
@@ -83,6 +84,9 @@ def test_a_failure_after_a_regroup_does_not_count() -> None:
     assert begins == start(A, B, C, cause=crash)
     after = apply(regrouped, counted, NOW)
     assert (after.restarts, after.failure) == (3, failure("user"))
+    late = regrouped.replace(ordered_at=NOW - TIMEOUTS.regrouped - 1)
+    ended, _ = plan(view(late, *members)).actions[:2]
+    assert apply(late, ended, NOW).restarts == 4
 
 
 def with_another(begin: Start) -> Start:

@@ -303,8 +303,8 @@ def in_doubt(job: JobState, cause: Cause | None) -> bool:
 
 def _begin(job: JobState, current: Generation, now: float) -> JobState:
     """The job, which has no generation, at the beginning of the next one."""
-    trained = tuple(dict.fromkeys([*job.trained, *(each.node for each in (*job.last, *current.members))]))
-    job = job.replace(generation=current.number, current=current, last=current.members, trained=trained)
+    involved = job.involved | {each.node for each in current.members}
+    job = job.replace(generation=current.number, current=current, last=current.members, trained=tuple(sorted(involved)))
     job = job.replace(ordered_at=now, saving=None)
     return job.replace(phase="starting", started=job.started or now, following=None)
 

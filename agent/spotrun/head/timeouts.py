@@ -44,6 +44,7 @@ class Timeouts:
     probe_pause: float = 60.0  # before it asks for the first time; doubled each time
     probe_pause_most: float = 1800.0  # the longest of these pauses
     budget_margin: float = 10.0  # for orders to arrive and machines to end, when a job stops to keep its budget
+    regrouped: float = 600.0  # after a regroup, in which a failure of the script may come from the interruption
     setup_again: float = 60.0  # before a job goes back to a node on which it could not be set up
 
     # States.

@@ -228,8 +228,12 @@ class FleetView:
         return any(missing) or _blind(self, self.jobs)
 
     def work(self, node: Node) -> list[tuple[JobState, JobReport]]:
-        """What a node reports about jobs that have not ended."""
-        return [(self.by_id[each.job], each) for each in node.report.jobs if each.job in self.by_id]
+        """What a node reports about jobs that have not ended, and of which it may hold a state."""
+        return [(self.by_id[each.job], each) for each in node.report.jobs if self.believes(node, each.job)]
+
+    def believes(self, node: Node, job: str) -> bool:
+        """Whether what the node reports about the job counts, see `JobState.involved`."""
+        return node.name in self.reporting.get(job, ())
 
     @cached_property
     def shortest_timeout(self) -> float:

@@ -178,9 +178,10 @@ class Boundary:
                         self._end(failed)
                     error, self._doubt = failed, True
 
-    def finish(self) -> None:
-        """Snapshot the finished state, and wait until the snapshot is committed."""
-        self._finished, deadline = self._state.step, time.monotonic() + LAST
+    def finish(self, begun: bool) -> None:
+        """Snapshot the finished state, and wait until the snapshot is committed. begun: whether the loop had epochs."""
+        self._finished = self._state.step if begun else self._finished
+        deadline = time.monotonic() + LAST
         while True:
             with self.exit_if_a_peer_fails:
                 self.snapshots.end_step(forced=True, alone=True)

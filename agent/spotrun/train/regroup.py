@@ -21,7 +21,7 @@ import select
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -64,7 +64,10 @@ log = logging.getLogger(__name__)
 
 QUEUED = 5.0  # seconds for which a device may still work on steps that the host has queued, at most
 LOOK = 0.5  # seconds between two looks whether a collective on a GPU has failed
+DEPTH, WIDTH = 3, 100  # how far a tracked object is searched, and the most things in one that is searched
 POLL = 0.05  # seconds between two looks at the control block while this worker waits; the agent wakes it sooner
+
+_WATCHED = (torch.optim.Optimizer, lr_scheduler.LRScheduler, torch.amp.GradScaler, DistributedDataParallel)
 
 
 class Loop:
@@ -129,7 +132,7 @@ class Membership:
 
     def look_at(self, objects: Iterable[object], tensors: Iterable[torch.Tensor]) -> None:
         """Note what the script tracks, and whether that would work in another generation. tensors: those in it."""
-        self._tracked = tuple(part for each in objects for part in _parts(each))
+        self._tracked = tuple(part for each in objects for part in _parts(each, DEPTH))
         places = {place(each) for each in tensors}
         for each in self._tensors():
             if place(each) in places or not each.numel():
@@ -255,9 +258,8 @@ class Membership:
         A newcomer's scheduler would have another learning rate. With scalers of different scales, DDP would add
         gradients of different scales.
         """
-        kinds: list[Any] = [
-            each for each in vars(lr_scheduler).values() if isinstance(each, type) and "step" in vars(each)
-        ]
+        known: list[Any] = [each for each in vars(lr_scheduler).values() if isinstance(each, type)]
+        kinds = [each for each in known if issubclass(each, lr_scheduler.LRScheduler) and "step" in vars(each)]
         for kind in (torch.amp.GradScaler, *kinds):
             kind.step = self._noting(kind.step)
 
@@ -329,13 +331,25 @@ class Membership:
         return self._control.released == self.context.generation
 
 
-def _parts(item: object) -> Iterator[object]:
-    """A tracked object, and what its state may have: the schedulers in a scheduler, the attributes of an own object."""
-    yield item
-    if isinstance(item, lr_scheduler.LRScheduler):
-        yield from inside(item)
+def _parts(item: object, depth: int) -> Iterator[object]:
+    """The optimizers, schedulers, scalers and DDP models that the state of a tracked object may have, and itself.
+
+    These are the schedulers in a scheduler, and all in a list, a dict or an object of the script. depth: of the search.
+    """
+    if isinstance(item, _WATCHED):
+        yield item
+    inner: Collection[object] = ()
+    if isinstance(item, lr_scheduler.LRScheduler):  # its state does not have its optimizer
+        inner = [each for each in (*inside(item), *vars(item).values()) if isinstance(each, lr_scheduler.LRScheduler)]
+    elif isinstance(item, Mapping):
+        inner = item.values()
+    elif isinstance(item, list | tuple):
+        inner = item
     elif not type(item).__module__.startswith(("torch.", "spotrun.")):
-        yield from getattr(item, "__dict__", {}).values()
+        inner = getattr(item, "__dict__", {}).values()
+    if depth and len(inner) <= WIDTH:
+        for each in inner:
+            yield from _parts(each, depth - 1)
 
 
 def agree_on_gradients(models: Sequence[Parallel], group: dist.ProcessGroup | None) -> None:

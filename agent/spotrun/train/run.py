@@ -209,7 +209,7 @@ class Run:
         if begun:
             self._state.epoch, self._state.consumed = n, 0
         self._ended = n
-        self._boundary.finish()
+        self._boundary.finish(begun)
 
     def steps(self, loader: Any, accumulate: int = 1) -> Iterator[Any]:
         """The loader's batches on `run.device`, from the restored position on. The body's end is the step boundary.

@@ -91,9 +91,14 @@ def _firm(seen: Situation, demand: Demand) -> dict[str, float]:
 
 
 def _awaited(seen: Situation, demand: Demand, placement: Placement) -> dict[str, float]:
-    """The machines with which a job that waits will begin, by pool: no later job of its priority begins on these."""
-    free = {offer.name: nodes(demand, offer, offer.pool.max - offer.firm) for offer in seen.offers}
-    return _least(seen, demand, {pool: free[pool] for pool in free.keys() & placement.use})
+    """The machines with which a job that waits will begin, by pool: no later job of its priority begins on these.
+
+    None if there will never be enough.
+    """
+    offers = [offer for offer in seen.offers if offer.name in placement.use]
+    if sum(offer.pool.max for offer in offers) < demand.min:
+        return {}
+    return _least(seen, demand, {offer.name: nodes(demand, offer, offer.pool.max - offer.firm) for offer in offers})
 
 
 def _least(seen: Situation, demand: Demand, machines: Mapping[str, int]) -> dict[str, float]:

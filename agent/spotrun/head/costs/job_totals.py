@@ -146,7 +146,7 @@ def shares(
 def _kept_for(view: FleetView, name: str) -> str:
     """The job whose state the machine holds, if the bucket does not have that state; else ""."""
     node = view.by_name.get(name)
-    mine = (work.job for work in node.report.jobs if name in view.reporting.get(work.job, ())) if node else ()
+    mine = (work.job for work in node.report.jobs if view.believes(node, work.job)) if node else ()
     jobs = (view.by_id[job] for job in mine)
     return next((job.id for job in jobs if node and not job.ended_already and holds_unsaved(node, job)), "")
 

@@ -159,13 +159,13 @@ def _alone_holds_a_state(view: FleetView, node: Node) -> bool:
 
 def _alone_holds(view: FleetView, node: Node, job: JobState, work: JobReport) -> bool:
     own = patience.held(work)
-    others = [_held_by(n, job) for n in view.nodes if n.connected and n.name != node.name]
+    others = [_held_by(view, n, job) for n in view.nodes if n.connected and n.name != node.name]
     return own > job.newest and all(generation < own[0] for generation, _ in others)
 
 
-def _held_by(node: Node, job: JobState) -> tuple[int, int]:
+def _held_by(view: FleetView, node: Node, job: JobState) -> tuple[int, int]:
     """The newest snapshot of a job that a node holds; (-1, -1) if it holds none."""
-    work = node.report.of(job.id)
+    work = node.report.of(job.id) if view.believes(node, job.id) else None
     return patience.held(work) if work else (-1, -1)
 
 
@@ -192,7 +192,8 @@ def _patience(view: FleetView, reporting: list[Node], node: Node) -> float:
     if not reporting:
         return _alone(view, node.name)
     only = any(
-        patience.held(work) > max([job.newest, *(_held_by(n, job) for n in reporting)]) for job, work in view.work(node)
+        patience.held(work) > max([job.newest, *(_held_by(view, n, job) for n in reporting)])
+        for job, work in view.work(node)
     )
     return 0.0 if _short(view) and not only else TIMEOUTS.silent
 
@@ -202,7 +203,7 @@ def _patience_after_restart(view: FleetView, reporting: list[Node], machine: Mac
     alone = 0.0 if reporting else _alone(view, machine.name)
     most = TIMEOUTS.state_margin
     for job in view.last.get(machine.name, ()):
-        if max((_held_by(n, job)[0] for n in reporting), default=-1) < job.generation:
+        if max((_held_by(view, n, job)[0] for n in reporting), default=-1) < job.generation:
             most = max(most, patience.patience(job, TIMEOUTS.last_holder))
     return max(alone, most)
 
@@ -240,7 +241,7 @@ def _retired(view: FleetView, machine: Machine, node: Node | None) -> Condition 
     staying = [n for n in view.nodes if n.connected and not n.leaving]
     for job, work in view.work(node):
         uploading = job.saving is not None and node.name in job.saving.holders
-        if uploading or patience.held(work) > max([job.newest, *(_held_by(n, job) for n in staying)]):
+        if uploading or patience.held(work) > max([job.newest, *(_held_by(view, n, job) for n in staying)]):
             return None
     if view.now - node.since < TIMEOUTS.last_logs:
         return None

@@ -197,10 +197,11 @@ def _supervise(view: View) -> tuple[Action, ...]:
 def _after_failure(view: View, failure: Failure, node: Node) -> tuple[Action, ...]:
     """Count the failure. Restart from the newest snapshot, or end the job after too many: with its last state saved.
 
-    After a regroup, the failure may come from the interruption: a worker that has become rank 0 may lack what only the
-    first rank 0 has made at its start. New workers will show that. So this failure does not count.
+    Soon after a regroup, the failure may come from the interruption: a worker that has become rank 0 may lack what only
+    the first rank 0 has made at its start. New workers will show that. So this failure does not count.
     """
-    regrouped = view.job.current is not None and view.job.current.regroup
+    soon = view.now - view.job.ordered_at < TIMEOUTS.regrouped
+    regrouped = soon and view.job.current is not None and view.job.current.regroup
     fail = CountFailure(failure, node.name, node.work.stacks, counts=not regrouped)
     cause = Cause(kind="hang" if failure.kind == "hang" else "crash", node=node.name)
     if fail.counts and view.job.restarts + 1 > view.job.spec.max_restarts:

@@ -63,7 +63,7 @@ def _waiting(job: Demand, found: list[Zone], before: Placement | None) -> Placem
     """The best zone is asked first. If it has too few machines, it is still asked, and the next zone too."""
     ready = [zone for zone in found if zone.ready >= job.min]
     able = [zone for zone in found if holds(job, zone)]
-    ranked = _ranked(job, able or found, before)
+    ranked = _ranked(job, able or [zone for zone in found if holds(job, zone, beside=False)] or found, before)
     if not able and not ready:  # its machines would cost money, and wait for others
         return _in(job, ranked[0], (), f"{_name(ranked[0])}: no room for {count(job.min, 'machine')} beside other jobs")
     if ready:

@@ -102,8 +102,12 @@ def room(job: Demand, offer: Offer) -> int:
 
 
 def holds(job: Demand, zone: Zone, beside: bool = True) -> bool:
-    """Whether the zone has room for the job's `min`. beside: also beside the machines that other jobs keep."""
-    most = sum(nodes(job, offer, offer.pool.max - (offer.firm if beside else 0.0)) for offer in zone.offers)
+    """Whether the zone may have room for the job's `min`. beside: also beside the machines that other jobs keep.
+
+    Of machines that jobs share, it is not known which ones have room. So this counts the most nodes that could be.
+    """
+    free = ((offer, offer.pool.max - (offer.firm if beside else 0.0)) for offer in zone.offers)
+    most = sum(max(0, min(offer.pool.max, math.floor(left / job.share(offer) + 1e-9))) for offer, left in free)
     return most >= job.min or held(job, zone.pools) >= job.min
 
 
