@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.optim import lr_scheduler
 from torch.utils.data import DistributedSampler
 
 from spotrun.state import exit_note
@@ -232,8 +233,51 @@ def test_a_hook_that_needs_a_restart(state: Any, hook: Any, obstacle: bool) -> N
     assert bool(model.obstacle) == obstacle
 
 
+def keep_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A membership replaces these methods. Put them back after the test."""
+    for kind in (torch.amp.GradScaler, *vars(lr_scheduler).values()):
+        if isinstance(kind, type) and "step" in vars(kind):
+            monkeypatch.setattr(kind, "step", kind.step)
+
+
+class Warmup(lr_scheduler.LRScheduler):
+    """A scheduler of a script, which calls another one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, after: lr_scheduler.LRScheduler) -> None:
+        self.after_scheduler = after
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch: int | None = None) -> None:
+        self.after_scheduler.step()
+
+
+class Several:
+    """Optimizers or schedulers that a script keeps together."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = {"all": list(parts)}
+
+
+def test_what_a_tracked_object_of_the_script_keeps_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_steps(monkeypatch)
+    model = Parallel(torch.nn.Linear(2, 2), torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters())
+    schedulers = [lr_scheduler.StepLR(optimizer, 5), Warmup(optimizer, lr_scheduler.StepLR(optimizer, 5))]
+    control = Control(tmp_path / "control", create=True)
+    membership = Membership(Context("job", 1, "n", "", "", ""), control, torch.device("cpu"), None, [model])
+    membership.look_at([model, Several(optimizer), Several(*schedulers)], [])
+    for each in schedulers:
+        each.step()
+    assert not membership.obstacle
+    lr_scheduler.StepLR(optimizer, 5)
+    assert membership.obstacle == "run.track does not name the StepLR"
+
+
 def test_a_scaler_in_the_set_up_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)  # the membership replaces it
+    keep_steps(monkeypatch)
     model, scaler = torch.nn.Linear(2, 2), torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD(model.parameters())
     control = Control(tmp_path / "control", create=True)
@@ -256,7 +300,7 @@ def test_a_scaler_in_the_set_up_is_no_obstacle(tmp_path: Path, monkeypatch: pyte
 def test_a_script_that_captures_a_graph_on_a_gpu_needs_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)  # the membership replaces it
+    keep_steps(monkeypatch)
     captured: list[tuple[Any, ...]] = []
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda graph, *given: captured.append((graph, *given)))
     control = Control(tmp_path / "control", create=True)
@@ -288,7 +332,7 @@ def test_a_tensor_that_changes_and_that_no_snapshot_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.nn.Module], None], goes_on: bool
 ) -> None:
     """After an abort on a GPU, nothing brings it back."""
-    monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)  # the membership replaces these three
+    keep_steps(monkeypatch)
     monkeypatch.setattr(DistributedSampler, "__init__", DistributedSampler.__init__)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", torch.cuda.CUDAGraph.capture_begin)
     monkeypatch.setattr(Membership, "able", lambda _: NEEDS_RELEASE)

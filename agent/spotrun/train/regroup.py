@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 QUEUED = 5.0  # seconds for which a device may still work on steps that the host has queued, at most
 LOOK = 0.5  # seconds between two looks whether a collective on a GPU has failed
-DEPTH, WIDTH = 3, 100  # how far a tracked object is searched, and the most things in one that is searched
+DEPTH, WIDTH = 4, 100  # how far a tracked object is searched, and the most things in one that is searched
 POLL = 0.05  # seconds between two looks at the control block while this worker waits; the agent wakes it sooner
 
 _WATCHED = (torch.optim.Optimizer, lr_scheduler.LRScheduler, torch.amp.GradScaler, DistributedDataParallel)
