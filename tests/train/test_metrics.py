@@ -239,9 +239,9 @@ def test_a_disk_that_stays_full_takes_bounded_memory(tmp_path: Path, monkeypatch
     assert 900 < len(numbers._unsent) <= 1000
     (tmp_path / "metrics").unlink()
     numbers.flush()
-    assert [call.step for block in written(tmp_path) for call in block.calls] == list(
-        range(1, 1 + len(values(tmp_path)))
-    )
+    steps = [call.step for block in written(tmp_path) for call in block.calls]
+    assert steps == sorted(steps), "a later line is kept only if it is short enough for what room is left"
+    assert steps[:10] == list(range(1, 11))
 
 
 def test_a_script_that_logs_too_fast_loses_numbers_and_no_memory(
