@@ -340,9 +340,9 @@ def _warm_up() -> None:
             break
         modules = os.environ.pop(preload.MODULES, "").split()
         # One that has been imported by another one may read the place too. The next trial shows it.
-        late = readers if readers and process.exitcode == 0 and left > 1 else modules
+        late = readers if process.exitcode == 0 and left > 1 else modules
         os.environ[preload.MODULES] = " ".join(each for each in modules if each not in late)
-        why = "reads a worker's place, such as RANK" if readers else "initialises CUDA"
+        why = "initialises CUDA" if process.exitcode == POISONED else "reads a worker's place, such as RANK"
         log.warning("importing %s %s, so each worker imports these modules after its fork", " ".join(late), why)
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
     if process.exitcode != 0:
