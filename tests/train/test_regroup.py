@@ -235,9 +235,10 @@ def test_a_hook_that_needs_a_restart(state: Any, hook: Any, obstacle: bool) -> N
 
 def keep_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A membership replaces these methods. Put them back after the test."""
-    for kind in (torch.amp.GradScaler, *vars(lr_scheduler).values()):
+    kinds: list[Any] = [torch.amp.GradScaler, *vars(lr_scheduler).values()]
+    for kind in kinds:
         if isinstance(kind, type) and "step" in vars(kind):
-            monkeypatch.setattr(kind, "step", kind.step)
+            monkeypatch.setattr(kind, "step", vars(kind)["step"])
 
 
 class Warmup(lr_scheduler.LRScheduler):

@@ -100,12 +100,12 @@ async def _pip(
     return process.returncode or 0, output.decode(errors="replace")
 
 
-def imported_modules(root: Path, script: str, path: Iterable[str] = ()) -> list[str]:
+def imported_modules(root: Path, script: str, further: Iterable[str] = ()) -> list[str]:
     """The modules outside the bundle that the script imports at top level, directly or through the bundle's modules.
 
-    path: further folders for modules. Those within the bundle have modules of the bundle.
+    further: more folders with modules. Those within the bundle have modules of the bundle.
     """
-    places = [(root / script).parent, root, *(each for each in map(Path, path) if each.is_relative_to(root))]
+    places = [(root / script).parent, root, *(each for each in map(Path, further) if each.is_relative_to(root))]
     found: dict[str, None] = {}
     seen: set[Path] = set()
     todo = [root / script]
