@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 
 INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended, as in shells
+_OTHERS = (signal.SIGTERM, signal.SIGHUP)  # what ends a command like Ctrl-C
 
 
 def exit_quietly() -> None:
@@ -25,21 +26,29 @@ def raise_again() -> None:
 @contextlib.contextmanager
 def all_ends() -> Iterator[None]:
     """Treat SIGTERM (a cancelled CI job) and SIGHUP (a lost terminal) like Ctrl-C, for work that must not just stop."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in _OTHERS}
     try:
         for number, handler in before.items():
             if handler != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, _interrupt_once)
+                signal.signal(number, _interrupt)
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _interrupt_once(number: int, _: object) -> None:
-    # A CI system sends SIGTERM to all processes of a job, and make sends its own on. The second must not end what the
-    # first has begun, such as taking machines down.
-    signal.signal(number, signal.SIG_IGN)
+def ignore_others() -> None:
+    """After the first interrupt, until the end of `all_ends`, only Ctrl-C itself interrupts.
+
+    A CI system sends several signals to all processes of a job, and make sends its own on. The later ones must not end
+    what the first has begun, such as taking machines down.
+    """
+    for number in _OTHERS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _interrupt(*_: object) -> None:
+    ignore_others()
     raise KeyboardInterrupt
 
 

@@ -101,25 +101,30 @@ class Keeper:
 
     def save(self, record: Record) -> None:
         """Write the record here, and into the bucket while the cluster may be up, and when it has been taken down."""
-        self._write("state.json", record.model_dump_json(indent=1), record.standing or self._standing)
-        self._standing = record.standing
+        text = record.model_dump_json(indent=1)
+        self._write_here("state.json", text)
+        if (record.standing or self._standing) and (self._write_there("state.json", text) or record.standing):
+            self._standing = record.standing  # after a failed write of the end, the next call tries again
 
     def publish(self, **reports: str) -> list[str]:
         """Write the reports, such as report.md. Returns where they are."""
-        return [place for name, text in reports.items() for place in self._write(f"report.{name}", text, True)]
+        writes = (self._write_here, self._write_there)
+        return [place for name, text in reports.items() for write in writes for place in write(f"report.{name}", text)]
 
-    def _write(self, name: str, text: str, bucket: bool) -> list[str]:
-        places = []
+    def _write_here(self, name: str, text: str) -> list[str]:
+        """Returns the place; none if it cannot be written."""
         with contextlib.suppress(OSError):  # a full disk must not keep the machines running
             self._folder.mkdir(parents=True, exist_ok=True)
             part = self._folder / f".{name}"
             part.write_text(text)
             os.replace(part, self._folder / name)
-            places.append(str(self._folder / name))
-        if bucket:
-            key = acceptance_key(self._cluster, name)
-            with contextlib.suppress(SpotrunError):
-                store = self._bucket()
-                store.put(key, text.encode())
-                places.append(f"{store.url}/{key}")
-        return places
+            return [str(self._folder / name)]
+        return []
+
+    def _write_there(self, name: str, text: str) -> list[str]:
+        key = acceptance_key(self._cluster, name)
+        with contextlib.suppress(SpotrunError):
+            store = self._bucket()
+            store.put(key, text.encode())
+            return [f"{store.url}/{key}"]
+        return []

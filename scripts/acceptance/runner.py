@@ -48,11 +48,13 @@ class Runner:
                 for step in work:
                     self._put(step, self._attempt(step))
             except KeyboardInterrupt:
+                ctrl_c.ignore_others()
                 self._interrupted = True
                 self._tell(f"\n{INTERRUPTED}; taking the cluster down")
                 for step in work:
                     if step.name not in self.record.results:
-                        self._put(step, Result(state="not run", reason=INTERRUPTED), quiet=True)
+                        # Not saved yet: the bucket may be slow, and another Ctrl-C must not leave this block.
+                        self.record = self.record.with_result(step.name, Result(state="not run", reason=INTERRUPTED))
             self._end([step for step in chosen if step.stage == "end"])
         self._publish()
         return 130 if self._interrupted else 1 if self.record.failed else 0

@@ -6,13 +6,14 @@ import errno
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts import bundle
+from scripts import bundle, programs
 from scripts.acceptance import plan, report, trace
 from scripts.acceptance.accounts import judge
 from scripts.acceptance.checks import CHECKS
@@ -23,7 +24,7 @@ from scripts.acceptance.rig import cluster_file, stage_job
 from scripts.acceptance.runner import INTERRUPTED, Runner
 from scripts.acceptance.steps import MACHINES, STAGES, STEPS, Step
 from spotrun.cloud import Left
-from spotrun.errors import CloudError, SpotrunError
+from spotrun.errors import CloudError, SpotrunError, StoreError
 from spotrun.spec import ClusterSpec, load_cluster, load_job
 from spotrun.store import Store
 
@@ -154,6 +155,26 @@ def test_another_checkout_learns_that_the_cluster_was_taken_down(work: Work, tmp
     assert not record.standing
 
 
+def test_the_bucket_learns_later_that_the_cluster_was_taken_down(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one write of `taken down` may fail."""
+    put = Store.put
+    failed: list[str] = []
+
+    def once(store: Store, key: str, data: bytes) -> None:
+        if b'"standing": false' in data and not failed:
+            failed.append(key)
+            raise StoreError("no answer")
+        put(store, key, data)
+
+    monkeypatch.setattr(Store, "put", once)
+    assert work.run() == 0
+    assert failed
+    other = Keeper(tmp_path / "another home", lambda: Store(str(tmp_path / "bucket")), work.cluster.name)
+    assert not other.load(work.cluster.digest).standing
+
+
 def test_a_later_run_goes_on_where_the_first_one_failed(work: Work) -> None:
     """It skips what passed, and brings the cluster up for what did not."""
     work.raising["kill"] = SpotrunError("it did not go on")
@@ -186,24 +207,54 @@ def test_an_interrupted_run_takes_the_cluster_down(number: signal.Signals, work:
     assert work.done[:2] == ["up", "notice"]
 
 
-def test_a_second_sigterm_leaves_no_cluster_standing(work: Work) -> None:
-    """A CI system sends SIGTERM to all processes of a job, and make sends its own on to the command."""
+def terraform() -> None:
+    """It waits, as `make up` does, until a signal stops it."""
+    waiting = "import os, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    waiting += "os.kill(os.getppid(), int(os.environ['FIRST'])); time.sleep(60)"
+    programs.run([sys.executable, "-c", waiting], Path(), os.environ, "stopping", quiet=True)
 
-    def twice() -> None:
-        say = work.runner.say
 
-        def again(text: str) -> None:
-            work.runner.say = say
-            os.kill(os.getpid(), signal.SIGTERM)
-            say(text)
-
-        work.runner.say = again
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    work.raising["notice"] = twice
+@pytest.mark.parametrize("during", ["plain work", "Terraform's work"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGTERM"), ("SIGTERM", "SIGHUP"), ("SIGHUP", "SIGTERM")],
+    ids=["a CI system, and make", "GitHub", "a lost terminal second", "a lost terminal first"],
+)
+def test_a_second_signal_leaves_no_cluster_standing(
+    during: str, first: str, second: str, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CI system sends signals to all processes of a job, and make sends its own on to the command."""
+    monkeypatch.setenv("FIRST", str(signal.Signals[first].value))
+    plain = during == "plain work"
+    work.raising["notice"] = (lambda: os.kill(os.getpid(), signal.Signals[first])) if plain else terraform
+    work.raising["down"] = lambda: os.kill(os.getpid(), signal.Signals[second])
     assert work.run() == 130
     assert work.done[-3:] == ["notice", "down", "left"]
     assert not work.runner.record.standing
+
+
+def test_another_ctrl_c_while_the_bucket_is_slow_leaves_no_cluster_standing(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, interrupts = Store.put, 2
+
+    def slow(store: Store, *words: Any) -> None:
+        nonlocal interrupts
+        if interrupts == 1 and "down" not in work.done:
+            interrupts = 0
+            raise KeyboardInterrupt
+        put(store, *words)
+
+    def interrupt() -> None:
+        nonlocal interrupts
+        interrupts = 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Store, "put", slow)
+    work.raising["notice"] = interrupt
+    assert work.run() == 130
+    assert work.done[-3:] == ["notice", "down", "left"]
+    assert work.reason("kill") == INTERRUPTED
 
 
 @pytest.mark.parametrize("what", ["no terminal", "a full disk"])
