@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from scripts import bundle, control, cost, ctrl_c
+from scripts import bundle, console, control, cost, ctrl_c
 from scripts.advise import Kind
 from scripts.home import home
 from scripts.jobs import check
@@ -91,20 +91,21 @@ def measure(site: Site, path: str, seconds: float, say: Callable[[str], None]) -
         asked = {"job": job.model_dump(mode="json") | one, "code": packed.sha256}
         with ctrl_c.all_ends():
             name = control.submit(access, asked)
-            say(f"measuring on pool {pool.name} for {seconds:g} s: job {name}")
             try:
+                say(f"measuring on pool {pool.name} for {seconds:g} s: job {name}")
                 say(f"pool {pool.name}: {_measured(access, name, seconds, job.start_timeout)}")
-            except BaseException:  # Ctrl-C, or a connection that broke: the job would go on and cost money
-                _stop(access, name, say)
+            except BaseException:  # Ctrl-C, a pipe or a connection that broke: the job would go on and cost money
+                ctrl_c.ignore_others()
+                _stop(access, name)
                 raise
 
 
-def _stop(access: Access, name: str, say: Callable[[str], None]) -> None:
+def _stop(access: Access, name: str) -> None:
     try:
         control.ask(access, "stop", "--job", name)
     except SpotrunError as error:
         stop = make_command(access.file, "stop", f"ID={name}")
-        say(f"job {name} may still run, and cost money; stop it with `{stop}`: {error}")
+        console.warn(f"job {name} may still run, and cost money; stop it with `{stop}`: {error}")
 
 
 def _measured(access: Access, name: str, seconds: float, patience: float) -> str:

@@ -26,6 +26,10 @@ ACTIVE = ("queued", "starting", "running", "draining", "waiting", "finishing", "
 ENDED = ("succeeded", "failed", "stopped")
 
 
+class NoHead(Unreachable):
+    """The head's machine has answered, but no head runs there. So the head has not got the question."""
+
+
 class Unfinished(NamedTuple):
     """A job that `make down` would interrupt, or whose kept node it would take."""
 
@@ -110,6 +114,8 @@ def submit(access: Access, data: Status) -> str:
     with open_head(access) as head:
         try:
             return str(head.ask("submit", data=data)["job"])
+        except NoHead:
+            raise
         except Unreachable as error:
             raise Unreachable(f"{error}; {look}") from None
         except KeyboardInterrupt:
@@ -165,8 +171,10 @@ def _check_exit(channel: paramiko.Channel, verb: str, file: str) -> None:
         what = text.splitlines()[-1].rpartition(" error: ")[2]
         raise SpotrunError(f"the head runs another version of spotrun, which does not know this command: {what[:200]}")
     if code == 127:
-        raise Unreachable(f"the head has no `spotrun` command: {text}")
-    if code == 2 and not text.startswith(("no head runs", NO_ANSWER)):
+        raise NoHead(f"the head has no `spotrun` command: {text}")
+    if code == 2 and text.startswith("no head runs"):
+        raise NoHead(text)
+    if code == 2 and not text.startswith(NO_ANSWER):
         # The next command is added here: the head does not know the operator's cluster file.
         known = text.startswith("there is no job")
         hint = f"; `{make_command(file, 'status')}` names the newest jobs" if known else ""

@@ -14,10 +14,11 @@ from typing import Any
 import asyncssh
 import pytest
 
-from scripts import control, display, jobs, queue
+from scripts import candidates, control, display, jobs, queue
 from scripts import site as sites
+from scripts.local_site import LocalSite
 from scripts.make_command import LOCAL, here, make_command
-from scripts.ssh import Unreachable
+from scripts.ssh import Access, Unreachable
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, host_key, job_key, queue_key
@@ -123,6 +124,38 @@ def test_a_lost_answer_may_mean_a_job(standin: Machines) -> None:
     ):
         jobs.submit(standin.access, SPEC, str(path), print)
     assert (standin.folder / "submitted").exists()
+
+
+def test_without_a_head_there_is_no_job(standin: Machines) -> None:
+    path = small_job(standin.folder / "work")
+    standin.write(refuse="spotrun: no head runs on this machine (there is no /run/spotrun/head.sock)")
+    with pytest.raises(Unreachable, match="no head runs on this machine") as caught:
+        jobs.submit(standin.access, SPEC, str(path), print)
+    assert "may have got the job" not in str(caught.value)
+
+
+def test_a_measurement_that_nobody_reads_does_not_train_on(
+    standin: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`make advise MEASURE=2m | head`: the job costs money until it is stopped, and nobody knows of it."""
+    path = small_job(standin.folder / "work")
+
+    class Up(LocalSite):
+        def ready(self) -> control.Status:
+            return {}
+
+        def access(self) -> Access:
+            return standin.access
+
+    def refuse(text: str) -> None:
+        standin.write(refuse="spotrun: not now")
+        raise BrokenPipeError(text)
+
+    with pytest.raises(BrokenPipeError, match="measuring on pool p for 60 s: job digits-1"):
+        candidates.measure(Up(SPEC, "clusters/local.yaml"), str(path), 60.0, refuse)
+    assert standin.calls()[-1] == "stop --job digits-1"
+    said = "job digits-1 may still run, and cost money; stop it with `make stop ID=digits-1`: not now"
+    assert said in capsys.readouterr().err
 
 
 def test_control_c_while_a_job_is_submitted_says_so(standin: Machines) -> None:
