@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from scripts.ssh import HEAD, Access, Unreachable
 from scripts.transports import Iap, Ssm, Transport
 from spotrun import cloud
 from spotrun.cloud.local.layout import ensure_key
-from spotrun.errors import CloudError, NotFound, SpecError, SpotrunError
+from spotrun.errors import CloudError, NotFound, PartialError, SpecError, SpotrunError
 from spotrun.machine import private_paths
 from spotrun.spec import ClusterSpec, described
 from spotrun.spec.names import bucket_url
@@ -182,13 +183,21 @@ class CloudSite:
         if not most:
             return
         with cloud.asking(before) as ask:
-            there = Counter(node.pool for node in ask(lambda each: each.nodes()) if node.state in _ALIVE)
+            known, silent = _nodes(ask)
+        if unknown := [pool for pool in most if pool in silent]:
+            raise CloudError(
+                f"{self.file}: pool {', '.join(unknown)}: this change may end machines at once, and the cloud does not"
+                f" say which there are: {silent[unknown[0]]}. Change this back for now. A pool in another zone can be"
+                " added"
+            )
+        there = Counter(node.pool for node in known if node.state in _ALIVE)
         over = [pool for pool in most if there[pool] > most[pool]]
         if over:
             found = (f"pool {pool} has {there[pool]} machines and could keep {most[pool]}" for pool in over)
             raise SpotrunError(
                 f"{self.file}: {'; '.join(found)}: the cloud would end the others at once. Wait until the jobs have"
-                f" ended, or stop them first: `{self._make('stop')}`"
+                f" ended, or stop them first: `{self._make('stop')}`; if a failed job keeps a node, let it go:"
+                f" `{self._make('stop', 'ID=…')}`"
             )
 
     def _refuse_contents(self) -> None:
@@ -284,6 +293,14 @@ def _place(cluster: ClusterSpec, bucket: str) -> stacks.Place:
     return stacks.Place(cluster.cloud, cluster.region, bucket, cluster.project)
 
 
+def _nodes(ask: cloud.Ask) -> tuple[list[cloud.Instance], Mapping[str, str]]:
+    """The machines, and why the cloud does not tell those of some pools, by pool."""
+    try:
+        return ask(lambda each: each.nodes()), {}
+    except PartialError as error:
+        return error.known, error.missing
+
+
 def _machines(ask: cloud.Ask) -> list[str]:
     """Names of the machines. Raises `CloudError` also if one zone does not answer: it may have machines."""
     nodes = ask(lambda each: each.nodes())
@@ -299,8 +316,9 @@ def _forget_gone(cluster: ClusterSpec, store: Store, ask: cloud.Ask) -> None:
     """Delete the documents of machines that are gone: on EC2, no new machine has an old name and overwrites them."""
     left = _of_machines(cluster, store)  # listed before the machines: a machine exists before it writes
     if left:
-        known = {HEAD, *(node.name for node in ask(lambda each: each.nodes()))}
-        store.delete([key for key in left if Path(key).stem not in known])
+        known, silent = _nodes(ask)
+        names = {HEAD, *(node.name for node in known)}
+        store.delete([key for key in left if Path(key).stem not in names and not silent])
 
 
 def _list(store: Store, prefix: str) -> list[str]:

@@ -457,7 +457,7 @@ async def test_up_refuses_to_end_machines_that_train(aws: Moto) -> None:
     await mine.resize("spot", 2)
     await asyncio.to_thread(site._refuse_ends, cluster)
     await mine.resize("spot", 3)
-    said = r"^c\.yaml: pool spot has 3 machines and could keep 2: the cloud would end the others at once.*`make stop"
+    said = r"^c\.yaml: pool spot has 3 machines and could keep 2: the cloud would end the others.*`make stop .*ID=…"
     with pytest.raises(SpotrunError, match=said):
         await asyncio.to_thread(site._refuse_ends, cluster)
     assert len((await named(mine))["spot"]) == 3

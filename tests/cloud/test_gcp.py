@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from scripts import cloud_site
+from scripts.cloud_site import CloudSite
 from spotrun.cloud import asking, prices
 from spotrun.cloud.base import Shortfall
 from spotrun.cloud.gcp import GcpCloud, api
@@ -376,9 +377,14 @@ def test_an_operator_takes_no_zone_for_empty_that_does_not_answer(
     with asking(CLUSTER) as ask:
         with pytest.raises(CloudError, match=f"zone {B} is out"):
             cloud_site._machines(ask)
-        with pytest.raises(CloudError, match=f"zone {B} is out"):
-            cloud_site._forget_gone(CLUSTER, store, ask)
+        cloud_site._forget_gone(CLUSTER, store, ask)
     assert store.exists(host_key("demo", "demo--spot-b-0"))
+    a, b, steady = CLUSTER.pools
+    elsewhere = a.model_copy(update={"zone": f"{A[:-1]}f"})
+    CloudSite(CLUSTER.model_copy(update={"pools": (elsewhere, b)}), "c.yaml")._refuse_ends(CLUSTER)
+    said = f"c.yaml: pool spot-b: this change may end .*: machines in {B}: .*zone {B} is out.*another zone can be added"
+    with pytest.raises(CloudError, match=said):
+        CloudSite(CLUSTER.model_copy(update={"pools": (a, steady)}), "c.yaml")._refuse_ends(CLUSTER)
 
 
 # Prices, quotas, and what an agent does not load.
