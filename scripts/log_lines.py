@@ -222,9 +222,15 @@ def _chosen(store: Store, site: Site) -> str:
         queue = read_queue(store.find(queue_key(cluster))).jobs
     except ValueError:  # it is not readable
         queue = ()
-    unended = [job for job in _states(store, cluster, queue) if not job.ended_already]
-    if unended:
-        return next((job.id for job in unended if job.current), unended[0].id)
+    waiting = ""
+    for job in _states(store, cluster, queue):
+        if job.ended_already:
+            continue
+        if job.current:
+            return job.id
+        waiting = waiting or job.id
+    if waiting:
+        return waiting
     for job in _states(store, cluster, (id for _, _, id in stamped(state_keys(store)))):
         return job.id
     raise SpotrunError(f"no job has run on this cluster yet; `{make_command(site.file, 'train')}` runs one")

@@ -161,7 +161,7 @@ def test_what_nodes_upload_after_the_end_is_shown(
 
 
 def test_without_an_id_the_job_that_trains_is_meant(
-    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with `make logs` alone, which asks the head. A job that was submitted later waits, and has no logs."""
     members = [{"node": "spot-0", "boot": "b", "address": "127.0.0.1"}]
@@ -169,10 +169,22 @@ def test_without_an_id_the_job_that_trains_is_meant(
     for each in (job(1, phase="running", current=current), job(2, phase="queued")):
         store.put(job_key(each.id, "state.json"), each.model_dump_json().encode())
     put(store, 1, "spot-0", 0, (10.0, "training\n"))
-    for queue in (b'{"jobs": ["train-20261122-000002", "train-20261122-000001"]}', b'{"jobs": ["%s"]}' % JOB.encode()):
+    asked: list[str] = []
+    find = store.find
+
+    def noted(key: str, most: int | None = None) -> bytes | None:
+        asked.append(key)
+        return find(key, most)
+
+    monkeypatch.setattr(store, "find", noted)
+    for names in (["train-20261122-000002", JOB], [JOB, "train-20261122-000002"]):
+        queue = json.dumps({"jobs": names}).encode()
         store.put(queue_key("c"), queue)
         log_lines.show(site(tmp_path), Wanted(None, rank="all"), follow=False, raw=False, json=False)
         assert capsys.readouterr().out.endswith(" 1 spot-0 0 | training\n")
+        asked.clear()
+        assert log_lines._chosen(store, site(tmp_path)) == JOB
+    assert asked == [queue_key("c"), job_key(JOB, "state.json")], "not the jobs that wait behind it"
 
 
 def test_logs_without_times_or_with_junk(store: Store) -> None:
