@@ -138,7 +138,11 @@ def _refuse(store: Store, site: Site, state: JobState) -> None:
         except JobNotFound:
             continue
         except UnreadableError as error:
-            raise SpotrunError(f"{state.id} stays: {other}, which has not ended, may need its files: {error}") from None
+            stop = make_command(site.file, "stop", f"ID={other}")
+            raise SpotrunError(
+                f"{state.id} stays: {other}, which has not ended, may need its files: {error}; `{stop}` takes it out of"
+                " the queue"
+            ) from None
         if state.id in (
             *needs.after,
             *(each.job for each in needs.inputs),

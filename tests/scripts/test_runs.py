@@ -381,7 +381,8 @@ def test_rm_looks_again_when_its_question_is_answered(two: Store) -> None:
 def test_rm_keeps_what_a_job_may_need_that_cannot_be_read(two: Store) -> None:
     two.put(queue_key("c"), QueueRecord(jobs=(B,)).model_dump_json().encode())
     two.put(job_key(B, "state.json"), b'{"format": 99}')
-    with pytest.raises(SpotrunError, match=f"{A} stays: {B}, which has not ended, may need its files: .*state.json"):
+    said = f"{A} stays: {B}, which has not ended, may need its files: .*state.json.*; `make stop ID={B}` takes it out"
+    with pytest.raises(SpotrunError, match=said):
         run_changes.remove(Here(two), A, True)
     two.put(queue_key("c"), b"{")
     with pytest.raises(SpotrunError, match=f"{A} stays: .*queue.json cannot be read"):
