@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
         cluster = load_cluster(argv[0])
         if cluster.cloud not in SOURCES:
             raise SpotrunError(f"{argv[0]}: cloud {cluster.cloud} has no images; name a cluster file of gcp or aws")
-        code, _ = programs.run(command(engine(), cluster.cloud), HERE, os.environ, "spotrun: interrupted")
+        code = run(engine(), cluster.cloud)
         if code:
             raise SpotrunError(f"a build for {cluster.cloud} would fail: exit status {code}; see above")
     except SpotrunError as error:
@@ -45,6 +46,17 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def run(program: str, cloud: str) -> int:
+    """Run the steps in a container. Returns their exit status. After Ctrl-C, no container is left."""
+    name = f"spotrun-image-trial-{os.getpid()}"
+    stopping = "spotrun: interrupted; the step that runs is being stopped; another Ctrl-C kills the container"
+    try:
+        return programs.run(command(program, cloud, name), HERE, os.environ, stopping)[0]
+    except KeyboardInterrupt:  # a killed `docker run` leaves its container running
+        subprocess.run([program, "rm", "--force", name], capture_output=True, check=False)
+        raise
+
+
 def engine() -> str:
     """The program that runs containers. Raises `SpotrunError`."""
     found = next(filter(None, map(shutil.which, ENGINES)), None)
@@ -53,14 +65,19 @@ def engine() -> str:
     return found
 
 
-def command(program: str, cloud: str) -> list[str]:
-    """The command that runs the steps in a container and then removes the container."""
+def command(program: str, cloud: str, name: str) -> list[str]:
+    """The command that runs the steps in a container of this name and then removes the container.
+
+    The first process of a container gets the signals, and alone. Bash would ignore Ctrl-C there. `timeout`, here
+    without a limit, sends it on to all processes of the steps.
+    """
     mount = f"type=bind,source={HERE},target={SEEN},readonly"
     proxies = [
         word for name in ("http_proxy", "https_proxy", "no_proxy") if name in os.environ for word in ("--env", name)
     ]
-    steps = ["bash", f"{SEEN}/trial.sh", SEEN, cloud, str(FIRST), str(LAST)]
-    return [program, "run", "--rm", "--platform", "linux/amd64", "--mount", mount, *proxies, DEBIAN, *steps]
+    steps = ["timeout", "0", "bash", f"{SEEN}/trial.sh", SEEN, cloud, str(FIRST), str(LAST)]
+    options = ["--rm", "--name", name, "--platform", "linux/amd64", "--mount", mount, *proxies]
+    return [program, "run", *options, DEBIAN, *steps]
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ def run(
     """Run a program. Returns its exit status and its output. The output also goes to stderr, unless `quiet`.
 
     Ctrl-C, SIGTERM and SIGHUP stop the program as its own Ctrl-C does. This waits for its end, and then raises
-    `KeyboardInterrupt`. A second Ctrl-C kills it. stopping: what the person is told meanwhile. quiet: what the program
-    writes to stdout comes first in the output.
+    `KeyboardInterrupt`. A Ctrl-C after the first signal kills it. stopping: what the person is told meanwhile. quiet:
+    what the program writes to stdout comes first in the output.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors, _noted() as signals:
         process = subprocess.Popen(
@@ -47,7 +47,7 @@ def run(
                 told = 1
                 _signal_group(process, signal.SIGINT)
                 _show(f"{stopping}\n".encode())
-            if signals.count(signal.SIGINT) > 1:
+            if signal.SIGINT in signals[1:]:
                 _signal_group(process, signal.SIGKILL)
             time.sleep(_PAUSE)
             process.poll()

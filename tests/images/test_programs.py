@@ -308,14 +308,27 @@ def test_a_trial_runs_the_steps_in_a_container(status: int, code: int, tmp_path:
     assert words[:2] == ["run", "--rm"]
     assert f"type=bind,source={IMAGES},target=/srv/images,readonly" in words
     steps = ["bash", "/srv/images/trial.sh", "/srv/images", "aws", "10", "42"]
-    assert words[-7:] == ["docker.io/library/debian:12", *steps]
+    assert words[-9:] == ["docker.io/library/debian:12", "timeout", "0", *steps]
     assert ("end well in plain Debian 12" in done.stdout) == (status == 0)
     assert ("a build for aws would fail: exit status 7" in done.stderr) == (status == 7)
 
 
-def test_an_interrupted_trial_shows_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "docker").write_text('#!/bin/sh\ntouch "$CALLS"\nexec sleep 600\n')
-    (tmp_path / "docker").chmod(0o755)
+# A signal goes to the first process alone, which ignores it unless it says something else.
+CONTAINER = """#!/bin/bash
+[ "$1" = rm ] && exec touch "$CALLS.$3"
+echo "$4" >"$CALLS.name"
+while [ "$1" != docker.io/library/debian:12 ]; do shift; done
+trap 'kill -INT $first' INT
+setsid "${@:2}" & first=$!
+wait; wait
+"""
+
+
+def test_ctrl_c_ends_a_trial_at_once_and_leaves_no_container(tmp_path: Path) -> None:
+    (tmp_path / "docker").write_text(CONTAINER)
+    (tmp_path / "bash").write_text('#!/bin/bash\ntouch "$CALLS"\nsh -c "sleep 600; true"\ntouch "$CALLS.on"\n')
+    for program in ("docker", "bash"):
+        (tmp_path / program).chmod(0o755)
     with subprocess.Popen(
         [sys.executable, "-m", "images.trial", "clusters/aws-g5.yaml"],
         cwd=ROOT,
@@ -329,4 +342,8 @@ def test_an_interrupted_trial_shows_no_traceback(tmp_path: Path) -> None:
         wait_for((tmp_path / "calls").exists, what="the container's start")
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (130, "spotrun: interrupted\n")
+    assert process.returncode == 130
+    assert said.startswith("spotrun: interrupted; ")
+    assert "Traceback" not in said
+    assert not (tmp_path / "calls.on").exists()
+    assert (tmp_path / f"calls.{(tmp_path / 'calls.name').read_text().strip()}").exists(), "the container is removed"

@@ -97,6 +97,27 @@ def test_other_ends_let_terraform_save(number: signal.Signals, base: Path) -> No
     assert "first" in known(base)
 
 
+def test_a_ctrl_c_after_another_signal_kills(tmp_path: Path) -> None:
+    """A program that does not stop. A person need not press Ctrl-C twice, as they were told."""
+    code = "import os, sys; from pathlib import Path; from scripts import programs; programs.run("
+    code += """["sh", "-c", "trap '' INT; touch started; exec sleep 600"], Path(sys.argv[1]), os.environ, "stopping")"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        assert process.stderr is not None
+        try:
+            wait_for((tmp_path / "started").exists, what="the program's start")
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr.readline() == b"stopping\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) != 0
+        finally:
+            process.kill()
+
+
 def test_two_people_at_once(base: Path) -> None:
     """The second one learns what to wait for, and what to do if the first one is gone for ever."""
     with apply(base, subprocess.DEVNULL) as first:
