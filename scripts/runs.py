@@ -13,7 +13,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from scripts.columns import aligned, duration
@@ -25,6 +24,7 @@ from spotrun.head.job_state import JobState
 from spotrun.head.journal import namesakes, stamped, state_keys
 from spotrun.history.provenance import MOST, Provenance, Remarks
 from spotrun.store import Store, job_key, provenance_key, remarks_key
+from spotrun.store.threads import at_once
 from spotrun.wire import problem
 
 AT_ONCE = 32  # runs that are read at the same time
@@ -48,8 +48,7 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
 def rows(store: Store, cluster: str) -> list[Row]:
     """One row for each run of the cluster, the newest first. Raises `StoreError`."""
     jobs = [job for _, _, job in stamped(state_keys(store))]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(lambda job: _row_of(store, cluster, job), jobs))
+    found = at_once(lambda job: _row_of(store, cluster, job), jobs, AT_ONCE)
     return [each for each in found if each is not None]
 
 

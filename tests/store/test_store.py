@@ -96,6 +96,27 @@ def test_keys() -> None:
     assert keys.host_key("c", "head") == "clusters/c/hosts/head.json"
 
 
+def test_ctrl_c_leaves_calls_behind() -> None:
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import time; from spotrun.store.threads import at_once\n"
+        "def call(seconds): print(flush=True); time.sleep(seconds); return -seconds\n"
+        "assert list(at_once(call, [0.2, 0, 0.1], 2)) == [-0.2, 0, -0.1]\n"
+        "list(at_once(call, [600] * 3, 2))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert [process.stdout.readline() for _ in range(5)] == ["\n"] * 5, "three short calls, then two at once"
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert said.rstrip().endswith("KeyboardInterrupt")
+
+
 def test_ctrl_c_ends_an_operators_wait_for_a_bucket() -> None:
     """The bucket takes connections and says nothing. obstore tries again for minutes, and lets no signal through."""
     code = (

@@ -6,7 +6,6 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 from spotrun.errors import NotFound, TooLargeError, UnreadableError
@@ -14,6 +13,7 @@ from spotrun.history.curves import Curve, Place, Points, continued, merge, piece
 from spotrun.state import points
 from spotrun.state.points import Block, Call, Header
 from spotrun.store import Store, metrics_folder
+from spotrun.store.threads import at_once
 
 AT_ONCE = 16  # blocks that are downloaded at once
 LARGEST = 32 << 20  # bytes of a block's object that are read
@@ -76,17 +76,16 @@ class Reader:
             if number not in have.get(source, ())
         ]
         start = 0
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            while start < len(new) and (size := _next_size(start, time.monotonic() - began, seconds)):
-                part = new[start : start + size]  # a few blocks in memory at a time
-                start += len(part)
-                for (source, number, _), block in zip(part, pool.map(self._get, part), strict=True):
-                    self._read.setdefault(source, []).append(number)
-                    if isinstance(block, Block):
-                        self._add(block)
-                    problem = block.missing if isinstance(block, Block) else block
-                    if problem and len(self.problems) < PROBLEMS:
-                        self.problems.append(problem)
+        while start < len(new) and (size := _next_size(start, time.monotonic() - began, seconds)):
+            part = new[start : start + size]  # a few blocks in memory at a time
+            start += len(part)
+            for (source, number, _), block in zip(part, at_once(self._get, part, AT_ONCE), strict=True):
+                self._read.setdefault(source, []).append(number)
+                if isinstance(block, Block):
+                    self._add(block)
+                problem = block.missing if isinstance(block, Block) else block
+                if problem and len(self.problems) < PROBLEMS:
+                    self.problems.append(problem)
         self.unread = len(new) - start
         if new:
             self._drop_repeated()
