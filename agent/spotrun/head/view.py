@@ -228,8 +228,8 @@ class FleetView:
         return any(missing) or _blind(self, self.jobs)
 
     def work(self, node: Node) -> list[tuple[JobState, JobReport]]:
-        """What a node reports about jobs that have not ended, and of which it may hold a state."""
-        return [(self.by_id[each.job], each) for each in node.report.jobs if self.believes(node, each.job)]
+        """What a node reports about jobs that have not ended."""
+        return [(self.by_id[each.job], each) for each in node.report.jobs if each.job in self.by_id]
 
     def believes(self, node: Node, job: str) -> bool:
         """Whether what the node reports about the job counts, see `JobState.involved`."""
