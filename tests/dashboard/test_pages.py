@@ -208,13 +208,19 @@ def test_the_last_data_of_an_ended_run_are_read(site: Site) -> None:
 
 
 def test_a_run_that_is_relaunched_is_followed_again(site: Site) -> None:
+    site.page.clock.install()
     site.ended = 1.0
     site.open("run/b?tab=logged")
     expect(site.page.get_by_text("text of b")).to_be_visible()
-    site.page.wait_for_timeout(2500)  # the page has asked for the last time
-    site.ended, site.step = None, 9
+    site.page.clock.run_for(4000)
+    site.settle()
     before = site.count("/api/runs/b")
+    site.page.clock.run_for(4000)
+    site.settle()
+    assert site.count("/api/runs/b") == before, "the page has asked for the last time"
+    site.ended, site.step = None, 9
     site.draw(9)
+    site.page.clock.run_for(4000)
     site.until(lambda: site.count("/api/runs/b") > before, "a look at the run")
 
 

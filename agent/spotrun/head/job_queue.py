@@ -56,6 +56,11 @@ class Parked:
         """The part of the status document about the parked job."""
         return {"job": self.job, "reason": self.reason, "text": self.text}
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """The job's row in the list of jobs."""
+        return {"id": self.job, "phase": "parked", "reason": self.reason}
+
 
 async def submit(head: Head, job: dict[str, object], code: str) -> str:
     """See `Head.submit`."""
@@ -101,8 +106,7 @@ async def brief(head: Head, job: str) -> dict[str, Any]:
     try:
         return {"id": job, "phase": (await head.load(job)).phase}
     except UnreadableError as error:
-        parked = head.parked.get(job)
-        return {"id": job, "phase": "parked", "reason": parked.reason if parked else str(error)}
+        return head.parked.get(job, Parked(job, str(error), 0.0)).row
     except JobNotFound:
         return {"id": job, "phase": "gone"}
 

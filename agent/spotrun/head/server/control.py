@@ -189,7 +189,7 @@ class ControlServer:
             for job in [each for each in held if each not in rows]:
                 rows[job] = await job_queue.brief(self._head, job)
             found = overview.of(self._head)
-            parked = [await job_queue.brief(self._head, job) for job in list(self._head.parked)]
+            parked = [each.row for each in self._head.parked.values()]
             known = {each["id"] for each in found["jobs"]}
             found["jobs"] += [each for each in (*(rows[job] for job in held), *parked) if each["id"] not in known]
             return found, False
