@@ -82,7 +82,7 @@ class JobOrder(Document):
     generation: Generation | None = None  # None: no workers, but be ready. Workers of others are ended, see `next`
     # With `generation` None: workers that wait for one stay. If there are none, others warm up for one, and wait.
     stand_by: bool = False
-    stop_at: int | None = None  # every worker of `generation` snapshots after this step and exits (drain)
+    stop_at: int | None = None  # every worker of `generation` stops after this step (drain)
     # The generation after a drain. Workers that wait, or have all stopped at `stop_at`, join it without another order.
     next: Generation | None = None
     save: SaveOrder | None = None  # checkpoint at this step of `generation`

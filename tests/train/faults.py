@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from spotrun.state.slots import Record
-from spotrun.train import connections, distributed, transfer
+from spotrun.train import connections, distributed, streams
+
+_SEND_ALL = streams._send_all
 
 
 def fail_on_device(*_: Any) -> NoReturn:
@@ -37,22 +40,18 @@ def leave_in_a_collective_that_hangs(meeting_place: Path, rank: int) -> None:
     distributed.leave_process_group()
 
 
-def send_a_part(record: Record, source: transfer.Source, hop: transfer.Hop) -> NoReturn:
-    transfer.send(record, source, hop)[0][0].wait()
+def send_a_part(connection: socket.socket, items: Iterable[streams.Data]) -> None:
+    """Send what is said about the state, and a piece of it."""
+    for data in itertools.islice(items, 2):
+        connection.sendall(data)
     os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
 
 
-def help_a_part(source: transfer.Source, number: int, helpers: int, to: int, group: Any) -> NoReturn:
-    transfer.help_send(source, number, helpers, to, group)[0][0].wait()
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
-
-
-def help_wrongly(source: Any, number: int, helpers: int, to: int, group: Any) -> transfer.Sends:
-    right = source.bytes_of
-    source.bytes_of = lambda *args: right(*args) ^ 1
-    return transfer.help_send(source, number, helpers, to, group)
+def send_wrongly(connection: socket.socket, items: Iterable[streams.Data]) -> None:
+    """Damage the first piece. Everything is right from the next transfer on."""
+    streams._send_all = _SEND_ALL
+    about, piece, *rest = items
+    _SEND_ALL(connection, [about, bytes([piece[0] ^ 1]) + bytes(piece[1:]), *rest])
 
 
 def connect_meanwhile(group: dict[str, str], rank: int, folder: Path) -> None:

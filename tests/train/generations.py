@@ -34,8 +34,8 @@ from spotrun.train import (
     group_health,
     noted_state,
     regroup,
-    restore,
     sections,
+    streams,
     training_state,
     transfer,
 )
@@ -85,8 +85,7 @@ class Plan:
     ddp: dict[str, Any] = field(default_factory=dict)  # its script's options for `run.ddp`
     two_models: bool = False  # its script makes a step's second loss before the first one's backward, as GANs do
     together: bool = False  # the workers of a node copy each snapshot together, as soon as they can
-    die_sending: bool = False  # it kills itself when it has sent a part of the state to another worker
-    helps: str = ""  # what it does when it helps to send the state: "and dies", "wrongly"; empty: it does it well
+    sends: str = ""  # how it sends the state to another worker: "a part", and dies, "wrongly", once; empty: well
     backend: str = ""  # of its process group; empty: the default one
     gpu: str = ""  # the only GPU that it sees; empty: all
     on_gpu: bool = False  # its device counts as a GPU (see bench/soak/job/as_gpu.py)
@@ -192,11 +191,8 @@ def prepare(plan: Plan, out: Path) -> None:
         distributed.leave_process_group = functools.partial(faults.fail_after, plan.stays)
         regroup.LEAVE_WAIT, regroup.QUEUED = 2.0, 0.0  # type: ignore[attr-defined]
     transfer.ALONE = 64  # the tensors of these scripts are small
-    if plan.die_sending:
-        restore.send = faults.send_a_part  # type: ignore[assignment,attr-defined]
-    if plan.helps:
-        wrong = {"and dies": faults.help_a_part, "wrongly": faults.help_wrongly}[plan.helps]
-        restore.help_send = wrong  # type: ignore[assignment,attr-defined]
+    if plan.sends:
+        streams._send_all = {"a part": faults.send_a_part, "wrongly": faults.send_wrongly}[plan.sends]
 
 
 @dataclass

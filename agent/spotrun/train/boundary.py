@@ -27,7 +27,6 @@ from spotrun.train.regroup import Loop, Membership, agree_on_gradients
 from spotrun.train.restore import NOTHING, Found, Order, gather, restore
 from spotrun.train.rng import reseed
 from spotrun.train.schedule import Snapshots
-from spotrun.train.sections import equal_tensors
 from spotrun.train.training_state import TrainingState
 from spotrun.train.transfer import OwnState
 
@@ -272,7 +271,7 @@ class Boundary:
         self._own = (context.generation, state.step)
         if self._membership is None or not (self._membership.survives or (self._exactness is not None and error)):
             return
-        self._live = OwnState.of(context.job, self._own, state, equal_tensors(self._models, state.optimizers))
+        self._live = OwnState.of(context.job, self._own, state)
 
     def _drop_own(self) -> None:
         """The state in this process may not be whole from now on."""
@@ -294,8 +293,7 @@ class Boundary:
         if found is not None:  # newcomers have no gradients either
             for parameter in (parameter for model in self._models for parameter in model.parameters()):
                 parameter.grad = None
-        tracked = list(state.objects.values())
-        equal = found is not None and all(any(each is model for each in tracked) for model in self._models)
+        equal = found is not None and set(map(id, self._models)) <= set(map(id, state.objects.values()))
         self.snapshots.guard_copies()
         if not equal and self._exactness is not None:  # DDP sends all models: an abort may spoil them
             self._drop_own()
@@ -349,6 +347,8 @@ class Boundary:
 
     def _load(self, found: Found) -> None:
         assert found.tensors is not None
+        if not self._state.only_reads():
+            found.settle()
         self.snapshots.guard_copies()
         self._drop_own()
         self._spoiled = True

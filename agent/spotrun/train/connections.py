@@ -1,71 +1,44 @@
-"""The connections of the process group, and to the store at which this process meets others: how to break them.
-
-When a connection breaks, gloo does not tell a send that waits for the socket, nor always a receive in the middle of a
-message (torch 2.13; gloo/transport/tcp/pair.cc, `signalException`). So the calls that move a state are made in threads,
-and nobody waits for them once the connections are broken (`call`, `result`).
-"""
+"""How to break connections: of the process group, of transfers, and to the store at which this process meets others."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Protocol
 
-import torch.distributed as dist
 
-T = TypeVar("T")
-LOOK = 0.5  # seconds between two looks whether the connections have been broken
+class Transfer(Protocol):
+    """Sends or receives a state over connections of its own."""
+
+    def close(self) -> None:
+        """Break them. Any thread may call this."""
+
 
 of_group: frozenset[str] = frozenset()  # names of sockets, see `sockets`
-broken = False  # whether `break_all` has been called since this process joined the group
+transfers: set[Transfer] = set()  # those under way
+broken = False  # whether `break_all` has been called since this process joined the group: no transfer may begin
 meeting_place: tuple[str, int] | None = None  # (host, port) of the store at which this process waits for others
 
 
 def break_all() -> None:
-    """Have all collectives of the process group fail, here and in others, and end a meeting. Any thread may call this.
+    """Have all collectives of the process group fail, here and in others. Any thread may call this.
 
-    Neither the end of a gloo group nor its abort closes connections on which a collective waits. This ends the reading
-    from them, and gloo closes them. If the writing ended too, more collectives would hang. After a hang, which is rare,
-    the agent ends the worker. If this process meets others, this returns when the meeting has ended.
+    This also ends transfers and a meeting. Neither the end of a gloo group nor its abort closes connections on which a
+    collective waits. This ends the reading from them, and gloo closes them. If the writing ended too, more collectives
+    would hang. After a hang, which is rare, the agent ends the worker. If this process meets others, this returns when
+    the meeting has ended.
     """
     global broken
-    broken = True
+    broken = True  # first, so that no transfer is missed
+    for each in list(transfers):
+        each.close()
     _shut_down()
     while meeting_place is not None:  # torch connects again, and waits for an answer without a limit (torch 2.13)
         time.sleep(0.05)
         _shut_down()
-
-
-def call(make: Callable[[], object]) -> None:
-    """Make a call that waits for other ranks. Raises what it raises, or `DistError` if the connections are broken."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            make()
-        except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    threading.Thread(target=run, name="spotrun-gloo", daemon=True).start()
-    result(future)
-
-
-def result(future: Future[T]) -> T:
-    """The future's result. Raises its error, or `DistError` if the connections are broken meanwhile."""
-    while True:
-        try:
-            return future.result(LOOK)
-        except FutureTimeout:
-            if broken:
-                raise dist.DistError("the connections to other workers were broken") from None
 
 
 def connected_to(place: tuple[str, int]) -> set[str]:

@@ -3,7 +3,7 @@
 Each node offers its newest whole snapshot, and each rank the state in its own memory, if that is known to be whole.
 Rank 0 looks for a newer checkpoint. The best offer by (generation, step) wins. The ranks that lack this state receive
 it in their own memory (see `train/transfer.py`). It goes from rank to rank in a chain, so no rank sends it twice. Ranks
-that need nothing take no part. A snapshot that this process has not written itself is verified meanwhile.
+that need nothing take no part. A snapshot that this process sends, or has not written itself, is verified meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from spotrun.state import slots
 from spotrun.state.control import Context
 from spotrun.train.distributed import rank_and_world
 from spotrun.train.slot_files import Reader, SlotFile
-from spotrun.train.transfer import OwnState, Received, Sends, Source, chain_place, finish, help_send, receive, send
+from spotrun.train.streams import NOWHERE, Address, Listener
+from spotrun.train.transfer import OwnState, Received, Source, receive, send
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +37,7 @@ BUCKET_PATIENCE = 300.0  # seconds to go on asking a bucket that does not answer
 BUCKET_PATIENCE_WITH_STATE = 30.0  # the same, if the state in memory is hardly older: then that one counts
 PAUSE = 30.0  # seconds between two such requests, at most
 READER_PATIENCE = 300.0  # seconds: limit for the agent to copy its part of a large snapshot to disk
-HELPERS = 7  # ranks that help the donor, at most
-NO_HELP = -1  # mark of a rank with a state that only one donor may send
 WIDTH = 16  # whole numbers that a rank tells the others; a release that tells more of them still understands this one
-
-# The step of the newest state that ranks have sent together. If it is offered again, no step has been made since:
-# perhaps a part was wrong, because the ranks have different states, or one of them is gone. Then the donor sends all.
-_helped = NOTHING[1]
 
 
 def best_of(offers: Sequence[Order]) -> tuple[Order, int]:
@@ -58,11 +53,12 @@ class Found:
     record: slots.Record
     tensors: Reader | Received | None  # None: the state is that of this process already
     kept: bool  # whether this node has it in a slot
-    sending: Sends  # what goes to another rank; see `settle`
+    sending: Listener | None  # gives the state to another rank; see `settle`
 
     def settle(self) -> None:
-        """Wait until the next rank has the state. Raises if that rank is gone."""
-        finish(self.sending)
+        """Wait until the state is sent to the next rank. Raises if that rank is gone."""
+        if self.sending is not None:
+            self.sending.wait()
 
 
 @dataclass(frozen=True)
@@ -70,15 +66,14 @@ class Offer:
     """What a rank has.
 
     slot: its node's newest snapshot, which only local rank 0 offers. trusted: whether that needs no check. live: the
-    state in the rank's own memory. mark: of the newer of both, a number from 1 to 2^63 - 1: ranks with the same mark
-    can send a state together. 0: only one rank can send it. Or `NO_HELP`.
+    state in the rank's own memory. address: where others can get a state from it.
     """
 
     slot: Order
     local_rank: int
     trusted: bool = False
     live: Order = NOTHING
-    mark: int = 0
+    address: Address = NOWHERE
 
     @property
     def best(self) -> Order:
@@ -87,49 +82,30 @@ class Offer:
     @property
     def numbers(self) -> list[int]:
         """What the other ranks `read`."""
-        return [*self.slot, self.local_rank, int(self.trusted), *self.live, self.mark]
+        return [*self.slot, self.local_rank, int(self.trusted), *self.live, *self.address.numbers]
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> Offer:
         """The offer with these numbers. More of them are ignored."""
-        at, slot_step, local_rank, trusted, live_at, live_step, mark = numbers[:7]
-        return cls((at, slot_step), local_rank, bool(trusted), (live_at, live_step), mark)
+        at, slot_step, local_rank, trusted, live_at, live_step = numbers[:6]
+        return cls((at, slot_step), local_rank, bool(trusted), (live_at, live_step), Address.read(numbers[6:]))
 
 
-@dataclass(frozen=True)
-class Route:
-    """How the best state travels.
+def route(offers: Sequence[Offer]) -> tuple[int, ...]:
+    """The ranks that pass the best state on: the donor, then every rank that has it neither in memory nor in a slot.
 
-    chain: the ranks that pass it on: the donor, then every rank that has it neither in memory nor in a slot. helpers:
-    other ranks that send a part of it to the second in the chain.
-    """
-
-    chain: tuple[int, ...]
-    helpers: tuple[int, ...] = ()
-
-
-def route(offers: Sequence[Offer]) -> Route:
-    """How to bring the best state to all ranks.
-
-    offers: of every rank, in order. A rank that has the state in its memory is the donor, if there is one. Helpers are
-    on as many nodes as possible.
+    offers: of every rank, in order. A rank that has the state in its memory is the donor, if there is one.
     """
     best, donor = best_of([offer.best for offer in offers])
-    in_memory = any(offer.live == best for offer in offers)
-    if in_memory:
+    if any(offer.live == best for offer in offers):
         _, donor = best_of([offer.live for offer in offers])
-    mark = offers[donor].mark
-    chain, helpers, first = [donor], list[int](), offers[0]
+    chain, slot = [donor], NOTHING
     for rank, offer in enumerate(offers):
         if offer.local_rank == 0:
-            first = offer
-        if first.slot != best and offer.live != best:
+            slot = offer.slot
+        if slot != best and offer.live != best:
             chain.append(rank)
-        elif rank != donor and ((offer.live == best and offer.mark == mark) if in_memory else first.mark == mark):
-            helpers.append(rank)
-    if len(chain) == 1 or mark <= 0 or any(offer.mark == NO_HELP for offer in offers):
-        helpers.clear()
-    return Route(tuple(chain), tuple(sorted(helpers, key=lambda rank: offers[rank].local_rank)[:HELPERS]))
+    return tuple(chain)
 
 
 def restore(
@@ -143,12 +119,11 @@ def restore(
 ) -> Found | None:
     """Find the best state, on every rank. None: there is none. Every rank must call this.
 
-    group: takes CPU tensors; None: the default group. trusted: a snapshot of this order here needs no check.
-    into: returns the tensors, by name, into which a received state goes. mapped: returns a slot's file, if this process
-    has mapped it; else None. live: the state in this process's memory, if it is whole. Raises `DistError` if a state
-    that another worker trusted arrives damaged.
+    group: takes CPU tensors; None: the default group. trusted: a snapshot of this order here is checked only if it is
+    sent. into: returns the tensors, by name, into which a received state goes. mapped: returns a slot's file, if this
+    process has mapped it; else None. live: the state in this process's memory, if it is whole. Raises `DistError` if a
+    state that this or another worker trusted is damaged.
     """
-    global _helped
     folder, mine = Path(context.slots), NOTHING if live is None else live.record.order
     folder.mkdir(parents=True, exist_ok=True)
     for _ in range(ROUNDS):
@@ -158,16 +133,17 @@ def restore(
         best, _ = best_of([(each[0], each[1]) for each in gather(max(own, mine), group)])
         if rank_and_world()[0] == 0 and (fetched := _newer_checkpoint(context, folder, best)):
             own = trusted = fetched  # the download has compared its checksums with the manifest's
-        offer = Offer(own, local_rank, own == trusted, mine, _mark(kept, own, live))
-        offers = [Offer.read(each) for each in gather(offer.numbers, group)]
-        if (best := max(each.best for each in offers)) == NOTHING:
-            return None
-        doubtful = any(each.slot == best and not each.trusted for each in offers)
-        with ThreadPoolExecutor(1, thread_name_prefix="verify") as beside:
-            verified = beside.submit(_verify, folder, context.job, best) if best == own != trusted else None
-            way, source = route(offers), live if mine == best else None
-            _helped = best[1] if way.helpers else _helped
-            found, whole = _bring(folder, context.job, best, way, group, into, mapped, source)
+        with ThreadPoolExecutor(1, thread_name_prefix="verify") as beside, _listening() as listener:
+            address = NOWHERE if listener is None else listener.address
+            offer = Offer(own, local_rank, own == trusted, mine, address)
+            offers = [Offer.read(each) for each in gather(offer.numbers, group)]
+            if (best := max(each.best for each in offers)) == NOTHING:
+                return None
+            doubtful = any(each.slot == best and not each.trusted for each in offers)
+            source, chain = live if mine == best else None, route(offers)
+            checks = best == own and (own != trusted or (source is None and rank_and_world()[0] in chain[:-1]))
+            verified = beside.submit(_verify, folder, context.job, best) if checks else None
+            found, whole = _bring(folder, context.job, best, offers, listener, into, mapped, source)
         if mine != best and isinstance(found.tensors, Received):  # into the memory that was offered
             live, mine = None, NOTHING
         damage = None if verified is None else verified.result()
@@ -184,6 +160,17 @@ def restore(
     raise SpotrunError(f"the state of job {context.job} was damaged each time that it was read: see the warnings above")
 
 
+@contextmanager
+def _listening() -> Iterator[Listener | None]:
+    """Where others can get a state from this worker. It ends here, unless a state is being sent. None: no others."""
+    listener = Listener() if rank_and_world()[1] > 1 else None
+    try:
+        yield listener
+    finally:
+        if listener is not None and not listener.sends:
+            listener.close()
+
+
 def _newest(folder: Path, job: str) -> slots.Record | None:
     """The newest snapshot here. Its data is not verified, but all of it is there."""
     for slot, record in slots.newest(folder, job):
@@ -194,15 +181,6 @@ def _newest(folder: Path, job: str) -> slots.Record | None:
         else:
             return record
     return None
-
-
-def _mark(kept: slots.Record | None, own: Order, live: OwnState | None) -> int:
-    """The mark of an offer with the snapshot `own` and with `live`. kept: the newest snapshot here."""
-    if 0 <= _helped == max(own, NOTHING if live is None else live.record.order)[1]:
-        return NO_HELP
-    if live is not None and live.record.order >= own:
-        return live.mark
-    return int(kept.xxh3[:15], 16) | 1 if kept is not None and kept.order == own else 0
 
 
 def _verify(folder: Path, job: str, order: Order) -> CorruptError | None:
@@ -232,31 +210,31 @@ def _bring(
     folder: Path,
     job: str,
     best: Order,
-    way: Route,
-    group: dist.ProcessGroup | None,
+    offers: Sequence[Offer],
+    listener: Listener | None,
     into: Callable[[], Mapping[str, torch.Tensor]],
     mapped: Callable[[int], SlotFile | None],
     live: OwnState | None,
 ) -> tuple[Found, bool]:
     """Do this rank's part of the transfer, if it has one: (the best state, whether what was received is whole)."""
-    rank = rank_and_world()[0]
-    hop = chain_place(way.chain, rank, group, way.helpers)
-
-    def give(record: slots.Record, source: Source) -> Sends:
-        if rank in way.helpers:
-            return help_send(source, way.helpers.index(rank) + 1, len(way.helpers), way.chain[1], group)
-        return [] if hop is None else send(record, source, hop)
-
-    if live is not None:
-        return Found(live.record, None, False, give(live.record, live)), True
-    if hop is not None and hop.before is not None:
-        record, received, whole = receive(into(), hop)
+    chain, rank = route(offers), rank_and_world()[0]
+    at = chain.index(rank) if rank in chain else -1
+    sending = listener if 0 <= at < len(chain) - 1 else None
+    if at > 0:
+        before = chain[at - 1]
+        record, received, whole = receive(into(), offers[before].address, sending)
         if not whole:
-            log.warning("the state of step %d that rank %d has sent is damaged", record.step, hop.before)
-        return Found(record, received, kept=False, sending=[]), whole
-    slot, record = _slot_of(folder, job, best)
-    reader = Reader(folder, slot, mapped(slot), record.xxh3)
-    return Found(record, reader, kept=True, sending=give(record, reader)), True
+            log.warning("the state of step %d that rank %d has sent is damaged", record.step, before)
+        return Found(record, received, False, sending), whole
+    if live is not None:
+        found: tuple[slots.Record, Source, Reader | None] = live.record, live, None
+    else:
+        slot, record = _slot_of(folder, job, best)
+        reader = Reader(folder, slot, mapped(slot))
+        found = record, reader, reader
+    if sending is not None:
+        send(found[0], found[1], sending)
+    return Found(found[0], found[2], live is None, sending), True
 
 
 def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | None:

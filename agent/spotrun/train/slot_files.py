@@ -82,11 +82,11 @@ class Reader:
     """Reads a committed slot. The slot may be overwritten soon: copy what is kept.
 
     mapped: the slot's file, if this process has mapped it. To map a large file again takes long. With this map, a write
-    into a view changes the snapshot. xxh3: the checksum of the file in its record.
+    into a view changes the snapshot.
     """
 
-    def __init__(self, folder: Path, slot: int, mapped: SlotFile | None = None, xxh3: str = "") -> None:
-        self._path, self.xxh3, self.is_copied = slots.data_path(folder, slot), xxh3, False
+    def __init__(self, folder: Path, slot: int, mapped: SlotFile | None = None) -> None:
+        self._path = slots.data_path(folder, slot)
         self.entries, self._begin = shards.read_header(self._path)
         self._flat = _map_to_read(self._path) if mapped is None else mapped.flat
         self._views = _views(self._flat, self.entries, self._begin)
@@ -99,11 +99,6 @@ class Reader:
     def bytes_of(self, start: int, stop: int, entries: Entries) -> torch.Tensor:
         """A range of the bytes after the header, in the map."""
         return self._flat[self._begin + start : self._begin + stop]
-
-    @property
-    def equal(self) -> Collection[str]:
-        """The names of all tensors: slots with the same checksum are the same."""
-        return [entry.name for entry in self.entries]
 
     def tensor(self, name: str) -> torch.Tensor:
         """A copy of the tensor."""
