@@ -41,14 +41,14 @@ def leave_in_a_collective_that_hangs(meeting_place: Path, rank: int) -> None:
 
 
 def send_a_part(connection: socket.socket, items: Iterable[streams.Data]) -> None:
-    """Send what is said about the state, and a piece of it."""
+    """Send the beginning of a stream and one piece, and die."""
     for data in itertools.islice(items, 2):
         connection.sendall(data)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def send_wrongly(connection: socket.socket, items: Iterable[streams.Data]) -> None:
-    """Damage the first piece. Everything is right from the next transfer on."""
+    """Damage the first piece of the first stream. Later streams are right."""
     streams._send_all = _SEND_ALL
     about, piece, *rest = items
     _SEND_ALL(connection, [about, bytes([piece[0] ^ 1]) + bytes(piece[1:]), *rest])

@@ -347,7 +347,7 @@ class Boundary:
 
     def _load(self, found: Found) -> None:
         assert found.tensors is not None
-        if not self._state.only_reads():
+        if not self._state.only_reads():  # an object may write into the memory that is being sent
             found.settle()
         self.snapshots.guard_copies()
         self._drop_own()

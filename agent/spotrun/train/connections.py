@@ -14,12 +14,12 @@ class Transfer(Protocol):
     """Sends or receives a state over connections of its own."""
 
     def close(self) -> None:
-        """Break them. Any thread may call this."""
+        """Break these connections. Any thread may call this."""
 
 
 of_group: frozenset[str] = frozenset()  # names of sockets, see `sockets`
 transfers: set[Transfer] = set()  # those under way
-broken = False  # whether `break_all` has been called since this process joined the group: no transfer may begin
+broken = False  # whether `break_all` has been called since this process joined the group; then no transfer begins
 meeting_place: tuple[str, int] | None = None  # (host, port) of the store at which this process waits for others
 
 

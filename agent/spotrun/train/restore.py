@@ -122,14 +122,13 @@ def restore(
     group: takes CPU tensors; None: the default group. trusted: a snapshot of this order here is checked only if it is
     sent. into: returns the tensors, by name, into which a received state goes. mapped: returns a slot's file, if this
     process has mapped it; else None. live: the state in this process's memory, if it is whole. Raises `DistError` if a
-    state that this or another worker trusted is damaged.
+    trusted state that this rank sends is damaged, or if a state has arrived damaged.
     """
     folder, mine = Path(context.slots), NOTHING if live is None else live.record.order
     folder.mkdir(parents=True, exist_ok=True)
     for _ in range(ROUNDS):
         # One process of each node looks. The others find the result in the same folder.
-        kept = _newest(folder, context.job) if local_rank == 0 else None
-        own = NOTHING if kept is None else kept.order
+        own = _newest(folder, context.job) if local_rank == 0 else NOTHING
         best, _ = best_of([(each[0], each[1]) for each in gather(max(own, mine), group)])
         if rank_and_world()[0] == 0 and (fetched := _newer_checkpoint(context, folder, best)):
             own = trusted = fetched  # the download has compared its checksums with the manifest's
@@ -149,7 +148,8 @@ def restore(
         damage = None if verified is None else verified.result()
         whole = whole and damage is None
         if not doubtful and not whole:
-            raise dist.DistError(f"the state of step {best[1]} arrived damaged")
+            # The receivers of a trusted state do not know of the damage: the next collective fails without this rank.
+            raise dist.DistError(f"the state of step {best[1]} is damaged: {damage or 'its checksum is wrong'}")
         # All ranks must know whether each rank has the whole state: if one snapshot is damaged, all ranks pass over it.
         if not doubtful or all(each[0] for each in gather([int(whole)], group)):
             return found
@@ -171,16 +171,16 @@ def _listening() -> Iterator[Listener | None]:
             listener.close()
 
 
-def _newest(folder: Path, job: str) -> slots.Record | None:
-    """The newest snapshot here. Its data is not verified, but all of it is there."""
+def _newest(folder: Path, job: str) -> Order:
+    """The order of the newest snapshot here. Its data is not verified, but all of it is there."""
     for slot, record in slots.newest(folder, job):
         try:
             Reader(folder, slot)
         except (CorruptError, OSError) as error:
             _pass_over(folder, slot, record, error)
         else:
-            return record
-    return None
+            return record.order
+    return NOTHING
 
 
 def _verify(folder: Path, job: str, order: Order) -> CorruptError | None:

@@ -1,15 +1,15 @@
 """Sending a state from worker to worker, straight into the tensors of those who lack it.
 
-The donor reads it from a slot, or from its own tensors. The bytes travel as they lie in a slot, over several streams,
-each with its checksum at the end. A receiver passes on what has arrived, and writes no file: its next snapshot fills
-its slot.
+The donor reads the state from a slot, or from its own tensors. The bytes travel as they lie in a slot, over several
+streams, each with its checksum at the end. A receiver passes on what has arrived, and writes no file: its next snapshot
+fills its slot.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -25,7 +25,7 @@ from spotrun.errors import CorruptError, SpotrunError
 from spotrun.state import shards, slots
 from spotrun.train.encoding import TORCH, Encoder
 from spotrun.train.slot_files import Entries, layout
-from spotrun.train.streams import COUNT, Address, Data, Listener, Streams, fill, framed, unframe
+from spotrun.train.streams import COUNT, MOST, Address, Data, Listener, Streams, fill, framed, unframe
 from spotrun.train.training_state import TrainingState
 
 PIECE = 4 << 20  # bytes that a stream sends at a time
@@ -83,7 +83,7 @@ class OwnState:
         tensor = self._tensors[name].detach()
         if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
             return tensor
-        with self._lock:  # several streams need parts of it
+        with self._lock:  # several threads may ask for it
             if name not in self._whole:
                 self._whole[name] = tensor.resolve_conj().resolve_neg().contiguous()
             return self._whole[name]
@@ -130,15 +130,27 @@ def pieces_of(entries: Entries) -> list[Piece]:
     return found
 
 
+def deal(pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
+    """The pieces of each stream. All streams have about the same number of bytes."""
+    dealt: list[list[Piece]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for each in pieces:
+        least = loads.index(min(loads))
+        dealt[least].append(each)
+        loads[least] += each.stop - each.start
+    return dealt
+
+
 def send(record: slots.Record, source: Source, listener: Listener) -> None:
     """Begin to send a state. The source must not change until `listener.wait` returns."""
-    pieces = pieces_of(source.entries)
+    dealt = deal(pieces_of(source.entries), COUNT)
+    note, header = json.dumps({"record": vars(record), "streams": COUNT}).encode(), source.header
 
     def stream(number: int) -> Iterator[Data]:
-        about = _about(json.dumps({"record": vars(record), "streams": COUNT}).encode(), source.header, number)
+        about = _about(note, header, number)
         yield about
         hashed = xxhash.xxh3_128(about)
-        for each in pieces[number::COUNT]:
+        for each in dealt[number]:
             data = source.bytes_of(each.start, each.stop, each.entries).numpy().data
             yield data
             hashed.update(data)  # while the kernel sends
@@ -152,47 +164,68 @@ def receive(
 ) -> tuple[slots.Record, Received, bool]:
     """Receive a state: (record, tensors, whether the bytes have the sender's checksums).
 
-    into: tensors by name. Those of the right shape and type receive the values; the others are made. listener: begins
-    to pass the state on, as in `send`. Raises `DistError` if the sender or that other worker is gone.
+    into: tensors by name. Those of the right shape and type receive the values; the others are made. listener: passes
+    the state on, as in `send`; this returns when all of it is sent. Raises `DistError` if another worker is gone.
     """
     streams, running, queues = Streams(), list[Future[bool]](), list[SimpleQueue[Data | None]]()
     try:
-        first, note, header = streams.start(partial(_begin, streams, sender)).result()
-        told = json.loads(note)
-        record, count, entries = slots.Record(**told["record"]), int(told["streams"]), shards.parse_header(header[8:])
-        tensors = {entry.name: _destination(entry, into.get(entry.name)) for entry in entries}
-        pieces = pieces_of(entries)
+        told = streams.start(partial(_begin, streams, sender)).result()
+        tensors = {entry.name: _destination(entry, into.get(entry.name)) for entry in told.entries}
+        dealt = deal(pieces_of(told.entries), told.count)
         if listener is not None:
-            queues += [SimpleQueue() for _ in range(count)]
-            listener.send(lambda number: iter(queues[number].get, None), count)
+            queues += [SimpleQueue() for _ in range(told.count)]
+            listener.send(lambda number: iter(queues[number].get, None), told.count)
 
         def take(number: int) -> bool:
-            pass_on, about = queues[number].put if queues else _ignore, _about(note, header, number)
+            pass_on, about = queues[number].put if queues else _ignore, _about(told.note, told.header, number)
             pass_on(about)
             try:
-                with first if number == 0 else streams.connect(sender, number) as connection:
-                    return _take(connection, pieces[number::count], tensors, pass_on, xxhash.xxh3_128(about))
+                with told.first if number == 0 else streams.connect(sender, number) as connection:
+                    return _take(connection, dealt[number], tensors, pass_on, xxhash.xxh3_128(about))
             finally:
                 pass_on(None)
 
-        for number in range(count):
+        for number in range(told.count):
             running.append(streams.start(partial(take, number)))
-        wholes = [each.result() for each in running]
+        done, _ = wait(running, return_when=FIRST_EXCEPTION)
+        wholes = [each.result() for each in done]
         if listener is not None:
             listener.wait()  # an object of the script may change what it loads
-    except (ValueError, TypeError, KeyError, SpotrunError) as error:
-        raise dist.DistError(f"the state that arrives makes no sense: {error!r}") from None
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        for queue in queues:
+            queue.put(None)  # of threads that have not begun
+        raise
     finally:
         streams.close()
-        for each in running:  # from now on, no thread writes into a tensor
-            each.exception()
-    return record, Received(tensors), all(wholes)
+        wait(running)  # from now on, no thread writes into a tensor
+    return told.record, Received(tensors), all(wholes)
 
 
-def _begin(streams: Streams, sender: Address) -> tuple[socket, bytes, bytes]:
-    """(the first stream, what the sender says about the state, the bytes before the first tensor)."""
-    connection = streams.connect(sender, 0)
-    return connection, unframe(connection), unframe(connection)
+@dataclass(frozen=True)
+class _Told:
+    """What a sender says before the first tensor."""
+
+    first: socket  # the first stream
+    note: bytes
+    header: bytes
+    record: slots.Record
+    count: int  # of streams
+    entries: Entries
+
+
+def _begin(streams: Streams, sender: Address) -> _Told:
+    first = streams.connect(sender, 0)
+    note, header = unframe(first), unframe(first)
+    try:
+        told = json.loads(note)
+        count, entries = int(told["streams"]), shards.parse_header(header[8:])
+        if not 0 < count <= MOST:
+            raise ValueError(f"{count} streams; there can be 1 to {MOST}")
+        return _Told(first, note, header, slots.Record(**told["record"]), count, entries)
+    except (ValueError, TypeError, KeyError, SpotrunError) as error:
+        raise dist.DistError(f"the state that another worker sends cannot be read: {error!r}") from None
 
 
 def _about(note: bytes, header: bytes, number: int) -> bytes:
@@ -223,7 +256,7 @@ def _take(
 
 
 def _ignore(_: Data | None) -> None:
-    """Nobody else lacks the state."""
+    """Take data that nobody else needs."""
 
 
 def _destination(entry: shards.Entry, live: torch.Tensor | None) -> torch.Tensor:
