@@ -351,6 +351,17 @@ def test_the_bucket_lacks_the_work_since_the_snapshot_of_its_newest_checkpoint()
     assert demand(FleetView(now=NOW, jobs=(), nodes=()), CLUSTER, state.replace(saved_at=0.0), 0).unsaved == 100.0
 
 
+def test_the_time_in_which_a_job_waited_for_machines_is_no_work_that_the_bucket_lacks() -> None:
+    """It has trained for 60 s, after an hour without machines. The bucket lacks 30 steps before that, 0.1 s each."""
+    progress = Progress(base=50, step=600, pace=0.1, total_steps=1000)
+    state = trains(A, progress=progress, checkpoints=(StateRef(generation=0, step=20),), started=NOW - 9000)
+    state = state.replace(saved_at=NOW - 3660, ordered_at=NOW - 60)
+    seen = FleetView(now=NOW, jobs=(state,), nodes=())
+    assert demand(seen, CLUSTER, state, 0).unsaved == pytest.approx(63.0)
+    begins = state.replace(progress=Progress(total_steps=1000), reached=50, pace=0.1)
+    assert demand(seen, CLUSTER, begins, 0).unsaved == pytest.approx(63.0)
+
+
 def test_steps_that_are_lost_are_work_left() -> None:
     """No node has a state any more, so the job goes on from its newest checkpoint."""
     state = trains(checkpoints=(StateRef(generation=1, step=40),), reached=50, pace=2.0, paced=1)

@@ -98,8 +98,15 @@ def demand(view: FleetView, cluster: ClusterSpec, job: JobState, index: int) -> 
         move=min(restart, statistics.median(measured) if measured else MOVE),
         # A checkpoint is complete when it is in the bucket. It has the state from before its upload.
         checkpoint=spec.checkpoint_interval + 2 * job.upload,
-        unsaved=max(0.0, view.now - max(job.saved_at - job.upload, job.started or view.now)) if job.current else 0.0,
+        unsaved=_unsaved(job, view.now) if job.current else 0.0,
     )
+
+
+def _unsaved(job: JobState, now: float) -> float:
+    """Seconds of training that the bucket lacks. The time in which the job waited for machines is none."""
+    began = job.progress.base if job.progress.base >= 0 else job.reached  # the step at which this generation began
+    before = max(0, began - max(0, job.newest[1])) * (job.progress.pace or job.pace)
+    return max(0.0, now - max(job.saved_at - job.upload, job.started or now, job.ordered_at - before))
 
 
 def _reached(view: FleetView, job: JobState) -> int:
