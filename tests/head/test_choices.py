@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from spotrun.errors import SpecError
 from spotrun.head import placer
 from spotrun.head.capacity.history import Histories
-from spotrun.head.job_state import JobState, Stop
+from spotrun.head.job_state import Idle, JobState, Stop
 from spotrun.head.planner import spending
 from spotrun.head.planner.plan import plan
 from spotrun.spec import ClusterSpec
@@ -26,11 +27,11 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-def steady(world: World) -> None:
+def steady(world: World, most: int = 4) -> None:
     """The second pool is on-demand, in another zone."""
     pools = [
         {"name": "p", "zone": "local-a", "max": 4},
-        {"name": "q", "zone": "local-b", "max": 4, "market": "on-demand"},
+        {"name": "q", "zone": "local-b", "max": most, "market": "on-demand"},
     ]
     world.cluster = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": pools})
     world.new_head()
@@ -44,6 +45,23 @@ async def test_a_deadline_that_cannot_be_kept_is_refused(world: World) -> None:
     ):
         await world.head.submit({**wanted, "deadline": 1200.0}, CODE)
     assert await world.head.submit({**wanted, "deadline": 7200.0}, CODE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"idle": Idle(since=1.0, next=2.0)}, {"blocked": "waits for another job"}],
+    ids=["waits for machines", "has given its machines back", "waits for another job"],
+)
+async def test_a_job_that_would_break_the_promise_to_a_waiting_job_is_refused(
+    world: World, change: dict[str, Any]
+) -> None:
+    steady(world, most=2)
+    wanted = {**JOB, "work": 7200.0, "restart_time": 60.0}
+    first = await world.head.submit({**wanted, "deadline": 7200.0}, CODE)
+    await world.turn()
+    world.head.states[first] = world.head.states[first].replace(**change)
+    with pytest.raises(SpecError, match=f"job {first} would miss its deadline"):
+        await world.head.submit({**wanted, "name": "next", "deadline": 4400.0}, CODE)
 
 
 async def test_a_second_head_does_not_buy_again(world: World) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spotrun.errors import ConflictError, SpotrunError
 from spotrun.head.capacity.history import Histories, learn
-from spotrun.head.capacity.observe import demand, situation
+from spotrun.head.capacity.observe import claims, demand, situation
 from spotrun.head.capacity.place import Placements, place
 from spotrun.head.capacity.promise import refusal
 from spotrun.head.capacity.situation import Placement, Situation
@@ -76,9 +76,16 @@ class Placer:
 
     def refusal(self, job: JobState) -> str:
         """Why the deadline of a new job cannot be promised; empty if it can, or if the work is not known."""
-        view = self._head.fleet_view(self._head.clock())
+        view, cluster = self._head.fleet_view(self._head.clock()), self._head.cluster
         seen = self.situation(view, self._head.allocator.conditions(view))
-        return refusal(seen, demand(view, self._head.cluster, job, len(view.jobs)))
+        # These jobs ask for no machines now, but their deadlines have been promised too.
+        quiet = [
+            replace(demand(view, cluster, each, index), wants=True)
+            for index, each in enumerate(view.jobs)
+            if (each.resting or each.blocked) and not (claims(each) or each.paused or each.stopping)
+        ]
+        seen = replace(seen, demands=(*seen.demands, *quiet))
+        return refusal(seen, demand(view, cluster, job, len(view.jobs)))
 
     async def learn(self, view: FleetView) -> None:
         """Count what the last look at the cloud has shown. If the bucket does not answer, the head goes on without.
