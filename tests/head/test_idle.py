@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from spotrun.head.allocation.assignment import Assignment, job_view
 from spotrun.head.allocation.demand import wish
 from spotrun.head.capacity.observe import situation
 from spotrun.head.capacity.place import place
 from spotrun.head.capacity.sizes import Pool
+from spotrun.head.fleet.classify import classify
 from spotrun.head.fleet.record import Recreate
 from spotrun.head.job_state import Ending, Idle, JobState, Progress, SetIdle, Start, apply
 from spotrun.head.planner import idle
@@ -21,7 +23,7 @@ from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import FleetView, Machine, View
 from spotrun.spec import ClusterSpec
 from spotrun.wire import StateRef, Trouble
-from tests.head.views import NOW, job, member, notice, planned, spare, spec, wanted
+from tests.head.views import NOW, job, member, node, notice, planned, spare, spec, wanted
 from tests.head.views import view as view_of
 from tests.head.world import World
 
@@ -246,6 +248,16 @@ def test_what_is_given_back_is_not_replaced() -> None:
     assert planned(view(short(10), silent)) == (action,)
     assert planned(view(short(idle=GIVEN), silent)) == ()
     assert not wanted(view(short(idle=GIVEN), silent), action)
+
+
+def test_a_machine_that_trains_another_job_does_not_keep_those_of_a_waiting_job() -> None:
+    """The waiting job has lost much work, for which nobody waits: no machine holds it."""
+    state, other = short(reached=10**5, pace=0.1), job(B, id="k")
+    made = {A: NOW - 5000, B: NOW - 5000}
+    nodes, machines = (reporting(A), node(B, job="k")), (machine(A), machine(B))
+    fleet = FleetView(now=NOW, jobs=(state, other), nodes=nodes, machines=machines, joined=made)
+    mine = {state.id: {A: (0,)}}
+    assert idle.decide(job_view(fleet, state, Assignment(mine, mine, mine), classify(fleet))) == (BACK,)
 
 
 def test_a_job_that_has_enough_begins_whatever_was_before() -> None:

@@ -173,6 +173,11 @@ class FleetView:
         return found | {node.name: node.report.pool for node in self.nodes}
 
     @cached_property
+    def unseen(self) -> Mapping[str, float]:
+        """Those of `joined` whose agents have not reported to this head."""
+        return {name: made for name, made in self.joined.items() if name not in self.by_name}
+
+    @cached_property
     def reporting(self) -> Mapping[str, tuple[str, ...]]:
         """By job: the names of the nodes that report about it, and that may hold a state of it."""
         involved = {job.id: job.involved for job in self.jobs}
@@ -263,7 +268,7 @@ class View:
     machines: tuple[Machine, ...] = ()  # the machines that the cloud lists; empty if the cloud does not answer
     listed: bool = True  # whether the cloud answered
     signs: Mapping[str, Sign] = field(default_factory=dict)  # by node name, for the nodes in `silence.watched`
-    joined: Mapping[str, float] = field(default_factory=dict)  # machines whose agents have joined: when each was made
+    joined: Mapping[str, float] = field(default_factory=dict)  # as in `FleetView.unseen`
     conditions: Mapping[str, Condition] = field(default_factory=dict)  # of machines that it has or will have soon
     dearest: float = 0.0  # USD an hour with all machines that are asked for; 0: not known
     rest_until: float | None = None  # as in its placement

@@ -86,7 +86,7 @@ def job_view(
         machines=view.machines,
         listed=view.listed,
         signs=view.signs,
-        joined=view.joined,
+        joined=view.unseen,
         conditions={name: conditions[name] for name in {**mine, **expected} if name in conditions},
         dearest=placed.hourly if placed else 0.0,
         rest_until=placed.rest_until if placed else None,
