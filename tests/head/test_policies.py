@@ -358,6 +358,11 @@ def test_a_job_with_a_budget_pays_for_its_own_devices_only() -> None:
     assert "budget" not in found.reason
 
 
+def test_what_is_asked_for_costs_what_the_devices_of_the_job_cost() -> None:
+    whole, part = (one(job(min=1, max=1, devices=devices), offer("s", price=8.0, devices=8)) for devices in (None, 1))
+    assert (whole.hourly, part.hourly) == (8.0, 1.0)
+
+
 offers_of = st.lists(
     st.builds(
         offer,

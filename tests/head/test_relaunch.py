@@ -44,6 +44,18 @@ async def test_a_job_whose_budget_is_spent_is_refused(stage: Theatre) -> None:
     )
 
 
+async def test_the_budget_of_a_job_keeps_a_reserve_for_its_own_devices_only(tmp_path: Path) -> None:
+    """A quarter of the machine costs $0.00025 a second. A stop may take 10 s."""
+    stage = Theatre(tmp_path, machines=1, devices=4)
+    await stage.look()
+    job = await stage.queue_job("job", devices=1, budget=0.008)
+    await stage.round(100)
+    ended = stage.written(job)
+    assert (ended.phase, 0.005 < ended.cost < 0.008) == ("stopped", True)
+    await job_queue.set_budget(stage.head, job, ended.cost + 0.005)
+    await stage.head.relaunch(job)
+
+
 async def test_a_job_whose_budget_is_spent_is_continued_with_more_money(stage: Theatre) -> None:
     stage.total = 10**6
     await stage.look()

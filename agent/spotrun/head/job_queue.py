@@ -265,7 +265,9 @@ def _nothing_left(head: Head, state: JobState) -> str:
     """Why an ended job cannot be continued, and how to go on; empty if it can. Its machines would cost for nothing."""
     if state.phase == "succeeded":
         return f"job {state.id} has succeeded: nothing is left to do; `make rerun ID={state.id}` runs it as a new job"
-    prices = [head.fleet.prices.get(pool, 0.0) for pool in suited(state.spec, head.cluster)]
+    devices, wanted = head.fleet.rates.devices, state.spec.devices
+    shares = {pool: (wanted or devices[pool]) / devices[pool] for pool in suited(state.spec, head.cluster)}
+    prices = [head.fleet.prices.get(pool, 0.0) * share for pool, share in shares.items()]
     hourly = state.spec.nodes.min * min(prices, default=0.0)  # at least
     if spent := spending.exhausted(View(head.clock(), state, (), dearest=hourly)):
         return (

@@ -143,8 +143,8 @@ class SimulatedHead:
         if self._policy is None:
             self.placements = dict(place(seen, self.placements))
         else:
-            asked = {d.job: self._policy(seen, d, self.placements.get(d.job)) for d in seen.demands}
-            self.placements = {job: replace(each, hourly=cost(seen, each)) for job, each in asked.items()}
+            asked = [(d, self._policy(seen, d, self.placements.get(d.job))) for d in seen.demands]
+            self.placements = {d.job: replace(each, hourly=cost(seen, d, each)) for d, each in asked}
 
     def _learn(self, view: FleetView) -> None:
         """Count what the head has seen of its pools. Between two turns nothing changes, but time has to be counted."""

@@ -44,7 +44,7 @@ def place(seen: Situation, before: Placements | None = None) -> Placements:
         now = replace(seen, offers=offers)
         demand = replace(demand, leave=_promised(now, demand, ranked[index + 1 :]))
         placement = policy_of(demand)(now, demand, before.get(demand.job))
-        found[demand.job] = placement = replace(placement, hourly=hourly(seen, placement))
+        found[demand.job] = placement = replace(placement, hourly=hourly(seen, demand, placement))
         _take(taken, seen, demand, placement)
         if not held[demand.job]:
             held[demand.job] = _awaited(now, demand, placement)
@@ -67,9 +67,9 @@ def policy_of(demand: Demand) -> Policy:
     return within_budget(found) if demand.budget is not None else found
 
 
-def hourly(seen: Situation, placement: Placement) -> float:
-    """USD an hour with all machines that are asked for, as far as prices are known."""
-    prices = {offer.name: offer.price or 0.0 for offer in seen.offers}
+def hourly(seen: Situation, demand: Demand, placement: Placement) -> float:
+    """USD an hour for the job's devices of all machines that are asked for, as far as prices are known."""
+    prices = {offer.name: (offer.price or 0.0) * demand.share(offer) for offer in seen.offers}
     return sum(
         need.machines * max((prices.get(pool, 0.0) for pool in need.pools), default=0.0) for need in placement.needs
     )

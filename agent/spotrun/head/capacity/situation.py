@@ -123,7 +123,7 @@ class Placement:
     max: int = 1  # the most nodes on which it trains now
     spares: int = 0  # nodes beyond `max` that stand by
     reason: str = ""  # one line for operators
-    hourly: float = 0.0  # USD an hour with all machines that are asked for, as far as prices are known
+    hourly: float = 0.0  # USD an hour for its devices of all machines that are asked for, as far as prices are known
     reserve: Mapping[str, int] = field(default_factory=dict)  # machines by pool that are kept free for its deadline
     thrifty: bool = False  # whether it is smaller than the job's policy wants, because little of the budget is left
     wake: float | None = None  # when the policy wants to be asked again although nothing changes, epoch seconds
