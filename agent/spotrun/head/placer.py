@@ -67,12 +67,12 @@ class Placer:
 
     def situation(self, view: FleetView, conditions: Mapping[str, Condition]) -> Situation:
         """What the policies see now."""
-        fleet = self._head.fleet
+        fleet, holders = self._head.fleet, self._head.allocator.assignment.held
         pools = tuple(
             replace(pool, states={name: conditions[name].state for name in pool.states if name in conditions})
             for pool in fleet.pools()
         )
-        return situation(view, self._head.cluster, pools, fleet.prices, self.histories.of(), fleet.advice)
+        return situation(view, self._head.cluster, pools, fleet.prices, self.histories.of(), fleet.advice, holders)
 
     def refusal(self, job: JobState) -> str:
         """Why the deadline of a new job cannot be promised; empty if it can, or if the work is not known."""

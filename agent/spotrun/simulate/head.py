@@ -137,7 +137,8 @@ class SimulatedHead:
         )
         if self._policy is None:
             self._learn(view)
-        seen = situation(view, self.cluster, pools, self.market.prices, self._known_of_pools)
+        held = self.assignment.held
+        seen = situation(view, self.cluster, pools, self.market.prices, self._known_of_pools, holders=held)
         self.asked += 1
         seen = replace(seen, demands=tuple(self.job_nodes[d.job].fill(d) for d in seen.demands))
         if self._policy is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 
 from spotrun.cloud.base import Advice
 from spotrun.head.capacity.situation import NO_ADVICE, Demand, History, Offer, Situation
@@ -29,11 +30,12 @@ def situation(
     prices: Mapping[str, float] | None = None,
     histories: Mapping[str, History] | None = None,
     advice: Mapping[str, Advice] | None = None,
+    holders: Container[str] = (),
 ) -> Situation:
     """What the policies see.
 
     pools: as the cloud knows them, with the conditions of their machines. prices: USD an hour. histories: by pool.
-    advice: what the cloud says about pools.
+    advice: what the cloud says about pools. holders: the jobs that have nodes.
     """
     known, histories, prices, advice = {pool.name: pool for pool in pools}, histories or {}, prices or {}, advice or {}
     ready = Counter(n.report.pool for n in view.nodes if n.connected and n.report.phase == "ready" and not n.leaving)
@@ -52,8 +54,8 @@ def situation(
         )
         for pool in cluster.pools
     )
-    found = (demand(view, cluster, job, index) for index, job in enumerate(view.jobs) if claims(job))
-    return Situation(view.now, offers, tuple(found))
+    found = [demand(view, cluster, job, index) for index, job in enumerate(view.jobs) if claims(job)]
+    return Situation(view.now, offers, tuple(replace(each, holds=each.job in holders) for each in found))
 
 
 def claims(job: JobState) -> bool:

@@ -33,15 +33,12 @@ def place(seen: Situation, before: Placements | None = None) -> Placements:
         if equals and equals[0].priority != demand.priority:
             above, equals = dict(taken), []
         rivals = [other for other in ranked[index + 1 :] if other.priority == demand.priority]
-        offers = tuple(
-            replace(
-                offer,
-                others=taken[offer.name] + _sum(held, rivals, offer.name),
-                firm=above[offer.name] + _sum(held, (*equals, *rivals), offer.name),
-            )
-            for offer in seen.offers
-        )
-        now = replace(seen, offers=offers)
+        others = {name: taken[name] + _sum(held, rivals, name) for name in taken}
+        firm = {name: above[name] + _sum(held, (*equals, *rivals), name) for name in taken}
+        if not (demand.holds or any(demand.members.values())):  # earlier jobs may wait, and ask for no machines
+            others = {name: max(others[name], firm[name]) for name in taken}
+        offers = (replace(offer, others=others[offer.name], firm=firm[offer.name]) for offer in seen.offers)
+        now = replace(seen, offers=tuple(offers))
         demand = replace(demand, leave=_promised(now, demand, ranked[index + 1 :]))
         placement = policy_of(demand)(now, demand, before.get(demand.job))
         found[demand.job] = placement = replace(placement, hourly=hourly(seen, demand, placement))

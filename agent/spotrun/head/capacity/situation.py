@@ -88,6 +88,7 @@ class Demand:
     across: bool = False  # whether one generation may use machines of several zones
     members: Mapping[str, int] = field(default_factory=dict)  # nodes of the current generation by pool
     leaving: Mapping[str, int] = field(default_factory=dict)  # those of them that are under notice
+    holds: bool = False  # whether it has nodes, also if it does not train: `allocate` serves it before other jobs
     done: float = 0.0  # work done, in the unit of `left`
     left: float | None = None  # work left in seconds on one machine of speed 1; None: not known
     scaling: float = 1.0  # samples per second on n nodes are those on one node times n ** scaling
