@@ -13,10 +13,12 @@ import pytest
 
 from spotrun.errors import SpotrunError
 from spotrun.head.allocation.demand import wish
+from spotrun.head.capacity.situation import Placement
+from spotrun.head.capacity.sizes import Need, Observation, Pool, decide
 from spotrun.head.job_state import JobState, KeepNode, KeptNode, LetGo
 from spotrun.head.planner import kept_node
-from spotrun.head.view import Machine
-from spotrun.spec import JobSpec
+from spotrun.head.view import FleetView, Machine
+from spotrun.spec import ClusterSpec, JobSpec
 from spotrun.store import job_key, queue_key
 from tests.head import views
 from tests.head.puppets import Theatre, place_of
@@ -309,6 +311,37 @@ async def test_the_other_devices_of_the_node_serve_other_jobs(tmp_path: Path) ->
         other: ([2, 3], "running"),
     }
     assert stage.state(other).cost + stage.state(job).cost <= (stage.now - 1000) / 1000
+
+
+async def test_a_job_asks_for_a_machine_in_another_zone(tmp_path: Path) -> None:
+    """The only machine of the first zone is the kept one."""
+    stage = Theatre(tmp_path, machines=1)
+    pools = [{"name": name, "zone": f"local-{name}", "max": 1} for name in ("p", "q")]
+    stage.cluster = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": pools})
+    stage.cloud.size, stage.cloud.price = {"p": 0, "q": 0}, {"p": 3.6, "q": 3.6}
+    stage.restart_head()
+    _, node = await failed(stage, nodes=1)
+    assert node == "p-0"
+    await stage.queue_job("other")
+    await stage.round(3)
+    assert stage.cloud.size == {"p": 1, "q": 1}
+
+
+def test_a_machine_that_stands_in_for_more_than_is_lacking_is_removed_beside_a_kept_node() -> None:
+    """A job of three nodes has one spot machine and two on-demand machines; its third one is too many."""
+    pools = [{"name": "p", "zone": "local-a", "max": 4}, {"name": "o", "zone": "local-a", "market": "on-demand"}]
+    cluster = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": pools})
+    kept = views.job(phase="failed", kept_node=KeptNode(member=member("b"), until=NOW + 600), id="kept")
+    trains, names = views.job("a", "x", "y"), ("x", "y", "z")
+    there = {"p": ("a", "b"), "o": names}
+    machines = tuple(Machine(name, pool, "running", created=0.0) for pool, each in there.items() for name in each)
+    needs = (Need(3, frozenset("p")), Need(2, frozenset("o")))
+    held = {trains.id: dict.fromkeys(("a", "x", "y"), (0,)), kept.id: {"b": (0,)}}
+    seen = FleetView(now=NOW, jobs=(kept, trains), nodes=(), machines=machines)
+    found = wish(seen, cluster, held, {trains.id: Placement(frozenset("po"), needs)})
+    short = Pool("p", 4, 4, dict.fromkeys(there["p"], "ready"), "short")
+    enough = Pool("o", 4, 3, dict.fromkeys(names, "ready"))
+    assert decide(Observation((short, enough), found.needs, found.keep)).remove == ("z",)
 
 
 async def test_the_head_dies_before_it_has_written_the_failure(stage: Theatre) -> None:

@@ -95,7 +95,7 @@ def wish(
             keep |= held.get(job.id, {}).keys()
         keep |= {member.node for member in job.bound} | _holders(view, job)
     asking = [job for job in view.jobs if claims(job) or job.kept]
-    needs = _needs(asking, cluster, held, placements, [pin for pin in pins if pin.devices])
+    needs = _needs(view, asking, cluster, held, placements, [pin for pin in pins if pin.devices])
     return Wish((*needs, Need(len(parked), has=frozenset(parked))) if parked else needs, frozenset(keep))
 
 
@@ -205,13 +205,19 @@ def _coming(
 
 
 def _needs(
-    jobs: Sequence[JobState], cluster: ClusterSpec, held: Holdings, placements: Placements, pins: Sequence[Claim]
+    view: FleetView,
+    jobs: Sequence[JobState],
+    cluster: ClusterSpec,
+    held: Holdings,
+    placements: Placements,
+    pins: Sequence[Claim],
 ) -> tuple[Need, ...]:
     found = []
     shared: dict[frozenset[str], list[tuple[JobState, int]]] = {}
     orders: dict[frozenset[str], tuple[str, ...]] = {}
     for job in jobs:
-        kept = (Need(1, suited(job.spec, cluster)),) if job.kept else ()
+        # Only the pool of its node: pools of one need stand in for each other.
+        kept = (Need(1, frozenset([view.pools[job.kept.node]])),) if job.kept and job.kept.node in view.pools else ()
         for need in placements[job.id].needs if job.id in placements else kept:
             if job.spec.devices is None:
                 found.append(replace(need, has=_has(job, held)))

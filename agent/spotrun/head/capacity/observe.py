@@ -39,6 +39,10 @@ def situation(
     """
     known, histories, prices, advice = {pool.name: pool for pool in pools}, histories or {}, prices or {}, advice or {}
     ready = Counter(n.report.pool for n in view.nodes if n.connected and n.report.phase == "ready" and not n.leaving)
+    kept: dict[str, float] = {}  # the machines that failed jobs keep, by pool
+    for member in [job.kept for job in view.jobs if job.kept]:
+        pool = view.pools.get(member.node, "")
+        kept[pool] = kept.get(pool, 0.0) + member.share
     offers = tuple(
         Offer(
             pool=known.get(pool.name) or Pool(pool.name, pool.max, 0),
@@ -51,6 +55,7 @@ def situation(
             advice=advice.get(pool.name, NO_ADVICE),
             life=pool.max_run_duration,
             usable=ready[pool.name],
+            others=kept.get(pool.name, 0.0),
         )
         for pool in cluster.pools
     )

@@ -25,7 +25,7 @@ Placements = Mapping[str, Placement]  # by job id
 def place(seen: Situation, before: Placements | None = None) -> Placements:
     """A placement for each demand. before: what the last call said."""
     before, found = before or {}, dict[str, Placement]()
-    taken = dict.fromkeys((offer.name for offer in seen.offers), 0.0)
+    taken = {offer.name: offer.others for offer in seen.offers}
     ranked = sorted(seen.demands, key=rank)
     held = {demand.job: _firm(seen, demand) for demand in ranked}
     above, equals = dict(taken), list[Demand]()  # what jobs of higher priority have; earlier jobs of this priority
