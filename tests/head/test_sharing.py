@@ -131,6 +131,19 @@ async def test_jobs_share_machines_by_their_devices(tmp_path: Path) -> None:
     assert [stage.written(job).phase for job in jobs] == ["succeeded"] * 10
 
 
+async def test_a_job_gets_a_machine_if_others_leave_it_only_parts_of_machines(tmp_path: Path) -> None:
+    """Half of each of two machines is free. The other halves could be one machine, but no job moves for that."""
+    stage = Theatre(tmp_path, machines=3, devices=4)
+    jobs = [await stage.queue_job(f"half-{index}", 1, devices=2) for index in range(3)]
+    await stage.round(8)
+    await stage.ask(lambda job, now: apply(job, Stop("enough"), now), jobs[0])
+    await stage.round(60)
+    assert sorted(stage.nodes(job) for job in jobs[1:]) == [["p-0"], ["p-1"]]
+    large = await stage.queue_job("large", 1, devices=4)
+    await stage.round(12)
+    assert stage.nodes(large) == ["p-2"]
+
+
 async def test_a_node_on_which_a_job_cannot_be_set_up_is_left_to_others(tmp_path: Path) -> None:
     stage = Theatre(tmp_path, machines=2, total=200)
     job = await stage.queue_job("one", 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from spotrun.head.allocation.allocate import Claim, Host
@@ -229,9 +229,35 @@ def _needs(
         nodes = [(job.spec.devices or 0, job.id, wanted) for job, wanted in sharing]
         # If these jobs share a machine with a parked job, they cannot have all its devices.
         nodes += [(pin.devices, pin.job, 1) for pin in pins if pin.holds.keys() & has]
-        machines = _machines(nodes, min(_devices(cluster, pool) for pool in pools))
+        devices = min(_devices(cluster, pool) for pool in pools)
+        there = {node: _free_devices(view, cluster, node, held, pins) for node in has if view.pools.get(node) in pools}
+        machines = max(_machines(nodes, devices), len(there) + _machines(_lacking(sharing, held, there), devices))
         found.append(Need(machines, pools, has, orders[pools]))
     return tuple(found)
+
+
+def _lacking(
+    sharing: Iterable[tuple[JobState, int]], held: Holdings, there: Mapping[str, int]
+) -> Iterator[tuple[int, str, int]]:
+    """The nodes for which the machines that these jobs have are too full, as for `_machines`: no job moves for another.
+
+    there: the free devices of these machines.
+    """
+    free = dict(sorted(there.items()))
+    for job, wanted in sorted(sharing, key=lambda each: (-(each[0].spec.devices or 0), each[0].id)):
+        mine, devices = held.get(job.id, {}), job.spec.devices or 0
+        left = wanted - len(mine.keys() & free.keys())
+        for node in free:
+            if left > 0 and node not in mine and free[node] >= devices:
+                free[node] -= devices
+                left -= 1
+        yield devices, job.id, max(0, left)
+
+
+def _free_devices(view: FleetView, cluster: ClusterSpec, node: str, held: Holdings, pins: Iterable[Claim]) -> int:
+    known = view.by_name.get(node)
+    devices = known.report.devices if known else _devices(cluster, view.pools[node])
+    return devices - sum(len(each.get(node, ())) for each in (*held.values(), *(pin.holds for pin in pins)))
 
 
 def _machines(jobs: Iterable[tuple[int, str, int]], devices: int) -> int:
