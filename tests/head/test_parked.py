@@ -11,6 +11,7 @@ import pytest
 
 from spotrun.errors import SpotrunError
 from spotrun.head.job_queue import TRY_EVERY
+from spotrun.spec import ClusterSpec
 from spotrun.store import checkpoints_key, job_key
 from tests.head.puppets import ROUND, Theatre
 from tests.head.world import asked, phases, rewrite
@@ -95,6 +96,22 @@ async def test_a_job_gets_a_machine_for_the_devices_that_a_parked_job_keeps(tmp_
     await stage.round(15)
     assert stage.cloud.size == {"p": 2}
     assert [len(stage.nodes(job)) for job in (*good, later)] == [1, 1, 1, 1]
+
+
+async def test_a_job_asks_another_zone_if_a_parked_job_keeps_the_machine_of_the_first_one(tmp_path: Path) -> None:
+    stage = Theatre(tmp_path)
+    pools = [{"name": name, "zone": f"local-{name}", "max": 1} for name in ("p", "q")]
+    stage.cluster = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": pools})
+    stage.cloud.size, stage.cloud.price = {"p": 0, "q": 0}, {"p": 3.6, "q": 3.6}
+    stage.restart_head()
+    bad = await stage.queue_job("bad")
+    await stage.round(10)
+    assert stage.nodes(bad) == ["p-0"]
+    lie(stage, bad)
+    await stage.round(5)
+    await stage.queue_job("good")
+    await stage.round(5)
+    assert (list(stage.head.parked), stage.cloud.size) == ([bad], {"p": 1, "q": 1})
 
 
 async def test_an_urgent_job_does_not_get_the_machine_of_a_parked_job(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spotrun.errors import ConflictError, SpotrunError
+from spotrun.head import job_queue
 from spotrun.head.capacity.history import Histories, learn
 from spotrun.head.capacity.observe import claims, demand, situation
 from spotrun.head.capacity.place import Placements, place
@@ -72,7 +73,8 @@ class Placer:
             replace(pool, states={name: conditions[name].state for name in pool.states if name in conditions})
             for pool in fleet.pools()
         )
-        return situation(view, self._head.cluster, pools, fleet.prices, self.histories.of(), fleet.advice, holders)
+        known = fleet.prices, self.histories.of(), fleet.advice
+        return situation(view, self._head.cluster, pools, *known, holders, job_queue.pins(self._head))
 
     def refusal(self, job: JobState) -> str:
         """Why the deadline of a new job cannot be promised; empty if it can, or if the work is not known."""

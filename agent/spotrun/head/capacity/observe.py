@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from spotrun.cloud.base import Advice
+from spotrun.head.allocation.claims import Claim
 from spotrun.head.capacity.situation import NO_ADVICE, Demand, History, Offer, Situation
 from spotrun.head.capacity.sizes import Pool
 from spotrun.head.job_state import JobState
@@ -31,18 +32,16 @@ def situation(
     histories: Mapping[str, History] | None = None,
     advice: Mapping[str, Advice] | None = None,
     holders: Container[str] = (),
+    pins: Iterable[Claim] = (),
 ) -> Situation:
     """What the policies see.
 
     pools: as the cloud knows them, with the conditions of their machines. prices: USD an hour. histories: by pool.
-    advice: what the cloud says about pools. holders: the jobs that have nodes.
+    advice: what the cloud says about pools. holders: the jobs that have nodes. pins: the claims of parked jobs.
     """
     known, histories, prices, advice = {pool.name: pool for pool in pools}, histories or {}, prices or {}, advice or {}
     ready = Counter(n.report.pool for n in view.nodes if n.connected and n.report.phase == "ready" and not n.leaving)
-    kept: dict[str, float] = {}  # the machines that failed jobs keep, by pool
-    for member in [job.kept for job in view.jobs if job.kept]:
-        pool = view.pools.get(member.node, "")
-        kept[pool] = kept.get(pool, 0.0) + member.share
+    kept = _kept(view, pins)
     offers = tuple(
         Offer(
             pool=known.get(pool.name) or Pool(pool.name, pool.max, 0),
@@ -61,6 +60,18 @@ def situation(
     )
     found = [demand(view, cluster, job, index) for index, job in enumerate(view.jobs) if claims(job)]
     return Situation(view.now, offers, tuple(replace(each, holds=each.job in holders) for each in found))
+
+
+def _kept(view: FleetView, pins: Iterable[Claim]) -> dict[str, float]:
+    """The machines that failed and parked jobs keep, by pool."""
+    shares = [(job.kept.node, job.kept.share) for job in view.jobs if job.kept]
+    for name, devices in [each for pin in pins for each in pin.holds.items()]:
+        if (node := view.by_name.get(name)) is not None:
+            shares.append((name, len(devices) / max(node.report.devices, len(devices))))
+    found: dict[str, float] = {}
+    for name, share in shares:
+        found[view.pools.get(name, "")] = found.get(view.pools.get(name, ""), 0.0) + share
+    return found
 
 
 def claims(job: JobState) -> bool:
