@@ -14,6 +14,7 @@ import pytest
 from spotrun import store as keys
 from spotrun.errors import NotFound, StoreError
 from spotrun.store import Store
+from tests.fakes.node import small_memory
 
 
 @pytest.fixture
@@ -30,6 +31,17 @@ def test_get_and_fetch_return_what_was_put(store: Store, tmp_path: Path) -> None
     store.put("large", large)
     store.fetch("large", tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == large.read_bytes()
+
+
+def test_a_download_that_the_disk_has_no_room_for(store: Store, tmp_path: Path) -> None:
+    """The kernel writes what there is room for. A file that is cut counts as damaged in the bucket: the job fails."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    store.put("large", bytes(5 << 20))
+    with small_memory(disk):
+        (disk / "other").write_bytes(bytes(30 << 20))
+        with pytest.raises(StoreError, match=r"large: .*No space left"):
+            store.fetch("large", disk / "large")
 
 
 def test_an_object_that_is_too_large_is_not_read(store: Store) -> None:

@@ -181,7 +181,7 @@ class Store:
         """Download an object into a file. Raises `NotFound`."""
         size = self.size(key)
         with self._asking("read", key), path.open("wb") as file:
-            self._ranges(key, 0, size, lambda at, data: os.pwrite(file.fileno(), data, at))
+            self._ranges(key, 0, size, lambda at, data: _write(file.fileno(), at, data))
 
     def read_into(self, key: str, start: int, into: memoryview) -> None:
         """Download the object's bytes from `start` on, as many as `into` has room for. Raises `NotFound`."""
@@ -316,6 +316,14 @@ def _read_parts(path: Path, size: int, stopped: Callable[[], bool]) -> Iterator[
 def _check(path: Path, stopped: Callable[[], bool]) -> None:
     if stopped():
         raise UploadStopped(f"the upload of {path.name} was stopped")
+
+
+def _write(handle: int, at: int, data: bytes) -> None:
+    """Write all of it at this place. On a disk that becomes full, the first call writes a part, the next one fails."""
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(handle, rest, at)
+        at, rest = at + count, rest[count:]
 
 
 def _left_at_ctrl_c(method: Callable[..., Any]) -> Callable[..., Any]:
