@@ -7,6 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -42,6 +46,26 @@ def test_a_download_that_the_disk_has_no_room_for(store: Store, tmp_path: Path) 
         (disk / "other").write_bytes(bytes(30 << 20))
         with pytest.raises(StoreError, match=r"large: .*No space left"):
             store.fetch("large", disk / "large")
+
+
+def test_no_part_of_a_download_comes_after_its_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then, the memory may have another use."""
+    store.put("large", b"x" * (40 << 20))  # two parts
+    part, begun = Store.part, threading.Event()
+
+    def fail_first(self: Store, key: str, start: int, end: int) -> bytes:
+        if start == 0:
+            begun.wait(20)
+            raise StoreError("lost")
+        begun.set()
+        time.sleep(0.2)
+        return part(self, key, start, end)
+
+    monkeypatch.setattr(Store, "part", fail_first)
+    into = bytearray(40 << 20)
+    with pytest.raises(StoreError, match="lost"):
+        store.read_into("large", 0, memoryview(into))
+    assert into[-1:] == b"x"
 
 
 def test_an_object_that_is_too_large_is_not_read(store: Store) -> None:
@@ -129,29 +153,57 @@ def test_ctrl_c_leaves_calls_behind() -> None:
     assert said.rstrip().endswith("KeyboardInterrupt")
 
 
-def test_ctrl_c_ends_an_operators_wait_for_a_bucket() -> None:
-    """The bucket takes connections and says nothing. obstore tries again for minutes, and lets no signal through."""
+def interrupted(call: str, url: str, asked: Callable[[], object]) -> str:
+    """What an operator's process says if Ctrl-C comes when the call has asked the bucket at this URL."""
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from spotrun.store import Store\n"
-        "store = Store.as_operator('s3://bucket', 'us-east-1')\n"
-        "print(flush=True); store.find('key')\n"
+        "from pathlib import Path; from spotrun.store import Store\n"
+        f"Store.as_operator('s3://bucket', 'us-east-1').{call}\n"
     )
+    login = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    environment = {**os.environ, **login, "AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            kept = asked()
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=20)
+        finally:
+            process.kill()
+        del kept
+    return said
+
+
+def test_ctrl_c_ends_an_operators_wait_for_a_bucket() -> None:
+    """The bucket takes connections and says nothing. obstore tries again for minutes, and lets no signal through."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        login = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
-        environment = {**os.environ, **login, "AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"}
-        with subprocess.Popen(
-            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                assert process.stdout is not None
-                process.stdout.readline()
-                connection, _ = silent.accept()
-                process.send_signal(signal.SIGINT)
-                _, said = process.communicate(timeout=20)
-            finally:
-                process.kill()
-            connection.close()
+        said = interrupted("find('key')", f"http://127.0.0.1:{silent.getsockname()[1]}", silent.accept)
+    assert said.rstrip().endswith("KeyboardInterrupt")
+
+
+class Stalls(BaseHTTPRequestHandler):
+    """A bucket with one object, which it does not send."""
+
+    asked = threading.Event()
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        fields = {"Content-Length": str(1 << 30), "ETag": "x", "Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
+        for name, value in fields.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.asked.set()
+        time.sleep(600)
+
+
+def test_ctrl_c_ends_an_operators_download(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stalls) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            call, url = f"fetch('key', Path({str(tmp_path / 'file')!r}))", f"http://127.0.0.1:{server.server_port}"
+            said = interrupted(call, url, lambda: Stalls.asked.wait(60))
+        finally:
+            server.shutdown()
     assert said.rstrip().endswith("KeyboardInterrupt")

@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from spotrun.errors import (
 )
 from spotrun.locks import try_lock
 from spotrun.store.keys import LOG_TAG, is_log
+from spotrun.store.threads import at_once, result
 
 Version = tuple[tuple[str, str], ...]  # tells one version of an object from the others
 Credentials = Any  # one of obstore's credential providers; they share no type
@@ -249,8 +250,8 @@ class Store:
         def get(at: int) -> None:
             take(at, self.part(key, at, min(at + _RANGE, stop)))
 
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(get, range(start, stop, _RANGE)))
+        for _ in at_once(get, range(start, stop, _RANGE), _AT_ONCE, wait=True):
+            pass
 
     @contextlib.contextmanager
     def _asking(self, verb: str, key: str, *kept: type[Exception]) -> Iterator[None]:
@@ -345,7 +346,7 @@ def _left_at_ctrl_c(method: Callable[..., Any]) -> Callable[..., Any]:
                 answer.set_exception(error)
 
         threading.Thread(target=work, daemon=True).start()
-        return answer.result()
+        return result(answer)
 
     return call
 
