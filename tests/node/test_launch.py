@@ -233,6 +233,19 @@ async def test_imports_that_read_a_workers_place_are_not_made_ahead(tmp_path: Pa
         assert (b.log(1), b.log(1, 1)) == ("0 2\nahead\n", "1 2\nahead\n")
 
 
+async def test_a_thread_of_an_import_does_not_keep_the_launcher_from_getting_ready(tmp_path: Path) -> None:
+    """Two libraries read RANK, and one imports the other: so two fork servers are ended while the thread runs."""
+    async with bench(tmp_path) as b:
+        thread = "import threading\nthreading.Thread(target=threading.Event().wait).start()\n"
+        (tmp_path / "modules" / "threaded.py").write_text(MODULE + thread)
+        (tmp_path / "modules" / "placed.py").write_text(PLACED)
+        (tmp_path / "modules" / "first.py").write_text("import placed")
+        await b.begin("threaded", "first", "placed")
+        b.start(1, "import placed\nprint(placed.rank)" + LISTED.format(name="threaded"))
+        assert await b.code(1) == 0
+        assert b.log(1) == "0\nahead\n"
+
+
 EAGER = {  # what using CUDA leaves behind, as there is no GPU here
     "torch initialises CUDA": "import torch\ntorch.cuda._initialized = True\n",
     "torch counts devices": "import os, torch\nserver = os.getpid()\n"

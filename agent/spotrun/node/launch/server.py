@@ -344,6 +344,8 @@ def _warm_up() -> None:
         os.environ[preload.MODULES] = " ".join(each for each in modules if each not in late)
         why = "initialises CUDA" if process.exitcode == POISONED else "reads a worker's place, such as RANK"
         log.warning("importing %s %s, so each worker imports these modules after its fork", " ".join(late), why)
+        # Its own end would wait for threads that the imports have started.
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
     if process.exitcode != 0:
         raise SystemExit(f"launcher: a trial worker ended with {process.exitcode}")
