@@ -32,7 +32,7 @@ from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer
 from spotrun.wire import FileRef, Manifest, StateRef
 from tests.fakes.node import small_memory
-from tests.train.blocks import block
+from tests.train.blocks import block, encoding
 from tests.train.forks import forked
 
 State = Callable[[int], dict[str, Any]]
@@ -393,6 +393,67 @@ def test_a_checkpoint_is_restored_in_the_memory_of_two_snapshots(
         assert (found.record.step, decode(found.record.state, found.tensors.tensor)["note"]) == (10, 10)
         del found
     assert strays == []
+
+
+def grown(count: int, step: int) -> dict[str, Any]:
+    """A state with so many tensors, such as that of a list that grows."""
+    return {"list": [torch.full((5000,), step + n / 10) for n in range(count)]}
+
+
+def come_back(tmp_path: Path, before: int, since: int) -> None:
+    """A worker that has mapped its slots restores the state of others, and then has as many tensors as before."""
+    own = context(tmp_path, (2, 10))
+    writer = Writer(Path(own.slots), "job", 1, block())
+
+    def take(step: int) -> None:
+        assert writer.take(step, encoding(grown(before, step)), set(), wait=True)
+        writer.settle()
+
+    def check_list(found: Found, count: int, step: int) -> None:
+        tensors = decode(found.record.state, found.tensors.tensor)["list"]
+        assert [tensor.unique().tolist() for tensor in tensors] == [
+            t.unique().tolist() for t in grown(count, step)["list"]
+        ]
+
+    take(4)
+    take(5)
+    found = restore(own, 0, None, mapped=writer.mapped)
+    assert found is not None
+    check_list(found, since, 10)
+    writer.renew(3)
+    for step in (11, 12):
+        take(step)
+        found = restore(own, 0, None, mapped=writer.mapped)
+        assert found is not None
+        check_list(found, before, step)
+
+
+@pytest.mark.parametrize(("before", "since"), [(1, 3), (3, 1)], ids=["more tensors", "fewer tensors"])
+def test_a_checkpoint_with_other_tensors_than_this_worker_has_mapped(
+    store: Store, tmp_path: Path, before: int, since: int
+) -> None:
+    """It was a spare node's worker while others trained on, and their nodes are gone."""
+    save(store, tmp_path, 10, generation=2, state=lambda step: grown(since, step))
+    worker = forked.Process(target=come_back, args=(tmp_path, before, since))  # SIGBUS may end it
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+
+
+def test_what_this_worker_has_mapped_takes_no_memory_from_a_checkpoint(store: Store, tmp_path: Path) -> None:
+    save(store, tmp_path, 10, state=lambda step: {"weight": torch.full((14 << 18,), float(step))})
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    with small_memory(folder):  # 32 MiB
+        own = dataclasses.replace(context(tmp_path, (1, 10)), slots=str(folder))
+        writer = Writer(folder, "job", 0, block())
+        for step in (4, 5):  # 13 MiB each
+            assert writer.take(step, encoding({"weight": torch.full((13 << 18,), float(step))}), set(), wait=True)
+            writer.settle()
+        found = restore(own, 0, None, mapped=writer.mapped)
+        assert found is not None
+        assert found.record.step == 10
+        del found, writer
 
 
 def test_prune_of_nothing(store: Store) -> None:

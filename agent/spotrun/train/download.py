@@ -5,6 +5,8 @@ The bytes go straight into the slot. So this takes no memory beyond the slots, w
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,8 +40,10 @@ def fetch(store: Store, job: str, step: int, folder: Path, slot: int) -> slots.R
     entries = shards.parse_header(head)
     runs = shards.partition([entry.stop - entry.start for entry in entries], len(names))
     first = len(head).to_bytes(8, "little") + head
+    path = slots.data_path(folder, slot)
     slots.revoke(folder, slot)
-    view = memoryview(map_file(slots.data_path(folder, slot), len(first) + (entries[-1].stop if entries else 0)))
+    _make_way(path, first)
+    view = memoryview(map_file(path, len(first) + (entries[-1].stop if entries else 0)))
     view[: len(first)] = first
     for shard, run in zip(names, runs, strict=True):
         files.read_shard(shard, entries[run.start : run.stop], view[len(first) :])
@@ -49,6 +53,19 @@ def fetch(store: Store, job: str, step: int, folder: Path, slot: int) -> slots.R
         raise CorruptError(f"{key}: its shards do not add up to the snapshot: {error}") from None
     slots.commit(folder, slot, record)
     return record
+
+
+def _make_way(path: Path, first: bytes) -> None:
+    """Remove the slot's file if it begins in another way: it has other tensors.
+
+    Workers that wait may have mapped it. They keep their maps as long as the file is the same one.
+    """
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        if file.read(len(first)) != first:
+            with slots.locked(file, fcntl.LOCK_EX) as free:
+                if free:  # no worker of an older generation writes into it
+                    file.truncate(0)  # otherwise those maps would hold its memory
+            path.unlink()
 
 
 class _Files:
