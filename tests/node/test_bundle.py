@@ -88,6 +88,6 @@ def test_a_full_disk_is_not_the_archives_fault(tmp_path: Path, monkeypatch: pyte
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(tarfile.TarFile, "makefile", full)
+    monkeypatch.setattr("spotrun.node.bundle.tarfile.TarFile.makefile", full)  # on Debian 12, that is a backport
     with pytest.raises(SetupError, match="No space left"):
         bundle.unpack(archive(tmp_path / "a", member("file")), tmp_path, "code/x")

@@ -324,6 +324,12 @@ def archive(rng: random.Random) -> bytes:
     return bytes(packed[: rng.choice([len(packed)] * 4 + [len(packed) // 2])])
 
 
+def below(folder: Path) -> Iterator[Path]:
+    """All that is in the folder. `rglob` of Python 3.11.2 fails at a link with a target that is too long."""
+    for where, folders, files in os.walk(folder):
+        yield from (Path(where, name) for name in (*folders, *files))
+
+
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_archives(tmp_path: Path, chunk: int) -> None:
     """Seventy-five: unpacked, or refused; nothing appears outside the folder."""
@@ -334,9 +340,9 @@ def test_archives(tmp_path: Path, chunk: int) -> None:
         (tmp_path / "archive").write_bytes(archive(rng))
         with contextlib.suppress(CorruptError):
             bundle.unpack(tmp_path / "archive", target, "code/x")
-            for path in target.rglob("*"):
+            for path in below(target):
                 assert Path(os.path.realpath(path)).is_relative_to(target.resolve()), path
-    assert not list(tmp_path.rglob("evil"))
+    assert all(path.name != "evil" for path in below(tmp_path))
     assert not Path("/tmp/spotrun-evil").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"jobs", "archive"}
 
