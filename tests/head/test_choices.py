@@ -49,8 +49,8 @@ async def test_a_deadline_that_cannot_be_kept_is_refused(world: World) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"idle": Idle(since=1.0, next=2.0)}, {"blocked": "waits for another job"}],
-    ids=["waits for machines", "has given its machines back", "waits for another job"],
+    [{}, {"idle": Idle(since=1.0, next=2.0)}],
+    ids=["waits for machines", "has given its machines back"],
 )
 async def test_a_job_that_would_break_the_promise_to_a_waiting_job_is_refused(
     world: World, change: dict[str, Any]

@@ -289,13 +289,13 @@ def test_a_job_asks_for_no_machines_with_which_it_could_not_begin() -> None:
     assert needs(3, large, second, there=3) == {"j": 3, "k": 2}
 
 
-@pytest.mark.parametrize("hours", [None, 9], ids=["without deadlines", "with deadlines"])
-def test_no_job_asks_for_a_machine_on_which_an_earlier_job_will_begin(hours: int | None) -> None:
-    """The first job keeps two of three machines, and the second one waits for two. So the third one may not begin."""
+def test_no_job_asks_for_a_machine_on_which_an_earlier_job_will_begin() -> None:
+    """The first job keeps two of three machines, and the second one waits for two. So the third one may not begin.
+
+    A job with a deadline asks in time all the same.
+    """
     first = job(max=2, members={"o": 2})
     second, third = job(job="k", order=1, max=2, left=3600.0), job(job="l", order=2, min=1, max=1, left=3600.0)
-    if hours is not None:
-        second, third = replace(second, deadline=NOW + 3600 * hours), replace(third, deadline=NOW + 3600 * (hours + 1))
 
     def needs(*demands: Demand) -> list[int]:
         found = place(Situation(NOW, (offer("o", market="on-demand", most=3, there=3),), demands))
@@ -303,6 +303,7 @@ def test_no_job_asks_for_a_machine_on_which_an_earlier_job_will_begin(hours: int
 
     assert needs(first, second, third) == [2, 0, 0]
     assert needs(first, second, replace(third, holds=True)) == [2, 0, 1], "it is between two generations"
+    assert needs(first, second, replace(third, deadline=NOW + 4000.0)) == [2, 0, 1]
 
 
 def test_a_job_that_cannot_begin_in_a_zone_leaves_it_to_later_jobs() -> None:

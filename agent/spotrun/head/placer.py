@@ -84,7 +84,7 @@ class Placer:
         quiet = [
             replace(demand(view, cluster, each, index), wants=True)
             for index, each in enumerate(view.jobs)
-            if (each.resting or each.blocked) and not (claims(each) or each.paused or each.stopping)
+            if each.resting and each.spec.deadline and not (claims(each) or each.paused or each.stopping)
         ]
         seen = replace(seen, demands=(*seen.demands, *quiet))
         return refusal(seen, demand(view, cluster, job, len(view.jobs)))

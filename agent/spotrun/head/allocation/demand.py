@@ -257,7 +257,8 @@ def _lacking(
 def _free_devices(view: FleetView, cluster: ClusterSpec, node: str, held: Holdings, pins: Iterable[Claim]) -> int:
     known = view.by_name.get(node)
     devices = known.report.devices if known else _devices(cluster, view.pools[node])
-    return devices - sum(len(each.get(node, ())) for each in (*held.values(), *(pin.holds for pin in pins)))
+    taken = {device for each in (*held.values(), *(pin.holds for pin in pins)) for device in each.get(node, ())}
+    return devices - len(taken)
 
 
 def _machines(jobs: Iterable[tuple[int, str, int]], devices: int) -> int:

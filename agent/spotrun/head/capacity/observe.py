@@ -124,7 +124,8 @@ def _unsaved(job: JobState, now: float) -> float:
     """Seconds of training that the bucket lacks. The time in which the job waited for machines is none."""
     began = job.progress.base if job.progress.base >= 0 else job.reached  # the step at which this generation began
     before = max(0, began - max(0, job.newest[1])) * (job.progress.pace or job.pace)
-    return max(0.0, now - max(job.saved_at - job.upload, job.started or now, job.ordered_at - before))
+    since = min(job.ordered_at, job.progress.restored_at or job.ordered_at)  # it may have begun without a head
+    return max(0.0, now - max(job.saved_at - job.upload, job.started or now, since - before))
 
 
 def _reached(view: FleetView, job: JobState) -> int:

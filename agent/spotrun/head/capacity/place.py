@@ -25,7 +25,7 @@ Placements = Mapping[str, Placement]  # by job id
 def place(seen: Situation, before: Placements | None = None) -> Placements:
     """A placement for each demand. before: what the last call said."""
     before, found = before or {}, dict[str, Placement]()
-    taken = {offer.name: offer.others for offer in seen.offers}
+    taken = dict.fromkeys((offer.name for offer in seen.offers), 0.0)
     ranked = sorted(seen.demands, key=rank)
     held = {demand.job: _firm(seen, demand) for demand in ranked}
     above, equals = dict(taken), list[Demand]()  # what jobs of higher priority have; earlier jobs of this priority
@@ -33,9 +33,13 @@ def place(seen: Situation, before: Placements | None = None) -> Placements:
         if equals and equals[0].priority != demand.priority:
             above, equals = dict(taken), []
         rivals = [other for other in ranked[index + 1 :] if other.priority == demand.priority]
-        others = {name: taken[name] + _sum(held, rivals, name) for name in taken}
+        trains = any(demand.members.values())
+        # Machines that failed and parked jobs keep: a job that trains does not move to another zone because of them.
+        kept = {} if trains else {offer.name: offer.others for offer in seen.offers}
+        others = {name: taken[name] + _sum(held, rivals, name) + kept.get(name, 0.0) for name in taken}
         firm = {name: above[name] + _sum(held, (*equals, *rivals), name) for name in taken}
-        if not (demand.holds or any(demand.members.values())):  # earlier jobs may wait, and ask for no machines
+        # Earlier jobs may wait, and ask for no machines. A promised deadline does not wait for them.
+        if demand.deadline is None and not (demand.holds or trains):
             others = {name: max(others[name], firm[name]) for name in taken}
         offers = (replace(offer, others=others[offer.name], firm=firm[offer.name]) for offer in seen.offers)
         now = replace(seen, offers=tuple(offers))
