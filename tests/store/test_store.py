@@ -184,7 +184,7 @@ def test_ctrl_c_ends_an_operators_wait_for_a_bucket() -> None:
 class Stalls(BaseHTTPRequestHandler):
     """A bucket with one object, which it does not send."""
 
-    asked = threading.Event()
+    asked, over = threading.Event(), threading.Event()
 
     def do_HEAD(self) -> None:
         self.send_response(200)
@@ -195,7 +195,7 @@ class Stalls(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.asked.set()
-        time.sleep(600)
+        self.over.wait(600)
 
 
 def test_ctrl_c_ends_an_operators_download(tmp_path: Path) -> None:
@@ -205,5 +205,6 @@ def test_ctrl_c_ends_an_operators_download(tmp_path: Path) -> None:
             call, url = f"fetch('key', Path({str(tmp_path / 'file')!r}))", f"http://127.0.0.1:{server.server_port}"
             said = interrupted(call, url, lambda: Stalls.asked.wait(60))
         finally:
+            Stalls.over.set()
             server.shutdown()
     assert said.rstrip().endswith("KeyboardInterrupt")

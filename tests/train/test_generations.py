@@ -346,6 +346,15 @@ def test_small_tensors_share_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(each.stop - each.start for each in pieces) == sum(SIZES.values())
 
 
+def test_a_restarted_donor_that_dies_while_it_sends(cluster: Cluster) -> None:
+    """The other worker has a part of the state. It ends, and begins again with the state of the donor's node."""
+    assert cluster.run(["a", "b"], stop_at=3) == [EXIT_DRAINED] * 2, cluster.log()
+    shutil.rmtree(cluster.slots("b"))
+    assert cluster.run(["a", "b"], {0: {"sends": "a part"}}) == [-signal.SIGKILL, EXIT_PEER], cluster.log()
+    assert cluster.run(["a", "b"]) == [0, 0], cluster.log()
+    assert cluster.seen() == everything
+
+
 def test_a_fixed_interval_bounds_what_is_lost(cluster: Cluster) -> None:
     assert cluster.run(["a", "b"], {1: {"die_at": 11}}, interval=4) == [EXIT_PEER, -signal.SIGKILL], cluster.log()
     assert cluster.newest("a").step == 8

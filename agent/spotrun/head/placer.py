@@ -48,8 +48,10 @@ class Placer:
         Raises an unexpected error if there are no earlier placements: a job without one would lose its nodes.
         """
         jobs = [(job.id, job.wants_nodes, job.rank, job.generation, job.current is None) for job in view.jobs]
+        holders = sorted(self._head.allocator.assignment.held)
         states = {name: each.state for name, each in conditions.items()}
-        seen = (id(self._head.fleet.instances), jobs, states, [node.name for node in view.nodes if node.leaving])
+        leaving = [node.name for node in view.nodes if node.leaving]
+        seen = (id(self._head.fleet.instances), jobs, holders, states, leaving)
         if seen != self._seen or (self._wake is not None and self._wake <= view.now):
             before = self.placements
             self._seen = None  # after an error, try again

@@ -268,7 +268,7 @@ class View:
     machines: tuple[Machine, ...] = ()  # the machines that the cloud lists; empty if the cloud does not answer
     listed: bool = True  # whether the cloud answered
     signs: Mapping[str, Sign] = field(default_factory=dict)  # by node name, for the nodes in `silence.watched`
-    joined: Mapping[str, float] = field(default_factory=dict)  # as in `FleetView.unseen`
+    joined: Mapping[str, float] = field(default_factory=dict)  # joined, but silent so far: `FleetView.unseen`
     conditions: Mapping[str, Condition] = field(default_factory=dict)  # of machines that it has or will have soon
     dearest: float = 0.0  # USD an hour with all machines that are asked for; 0: not known
     rest_until: float | None = None  # as in its placement

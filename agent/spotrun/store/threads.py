@@ -22,7 +22,7 @@ def at_once(
     """As `map`, in `most` threads. After Ctrl-C or an error, the calls under way are left behind.
 
     `ThreadPoolExecutor` waits for them, also at the end of the process. A call to a silent bucket takes minutes.
-    wait: after an error, wait for them. But the end of the process does not wait.
+    wait: after an error, return only when they have ended. The end of the process never waits for them.
     """
     calls: list[tuple[Item, Future[Answer]]] = [(item, Future()) for item in items]
     waiting = deque(calls)

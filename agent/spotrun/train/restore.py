@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -142,7 +143,7 @@ def restore(
             source, chain = live if mine == best else None, route(offers)
             checks = best == own and (own != trusted or (source is None and rank_and_world()[0] in chain[:-1]))
             verified = beside.submit(_verify, folder, context.job, best) if checks else None
-            found, whole = _bring(folder, context.job, best, offers, listener, into, mapped, source)
+            found, whole = _bring(folder, context.job, best, chain, offers, listener, into, mapped, source)
         if mine != best and isinstance(found.tensors, Received):  # into the memory that was offered
             live, mine = None, NOTHING
         damage = None if verified is None else verified.result()
@@ -210,6 +211,7 @@ def _bring(
     folder: Path,
     job: str,
     best: Order,
+    chain: Sequence[int],
     offers: Sequence[Offer],
     listener: Listener | None,
     into: Callable[[], Mapping[str, torch.Tensor]],
@@ -217,7 +219,7 @@ def _bring(
     live: OwnState | None,
 ) -> tuple[Found, bool]:
     """Do this rank's part of the transfer, if it has one: (the best state, whether what was received is whole)."""
-    chain, rank = route(offers), rank_and_world()[0]
+    rank = rank_and_world()[0]
     at = chain.index(rank) if rank in chain else -1
     sending = listener if 0 <= at < len(chain) - 1 else None
     if at > 0:
@@ -227,14 +229,14 @@ def _bring(
             log.warning("the state of step %d that rank %d has sent is damaged", record.step, before)
         return Found(record, received, False, sending), whole
     if live is not None:
-        found: tuple[slots.Record, Source, Reader | None] = live.record, live, None
+        found, source = Found(live.record, None, False, sending), cast(Source, live)
     else:
         slot, record = _slot_of(folder, job, best)
         reader = Reader(folder, slot, mapped(slot))
-        found = record, reader, reader
+        found, source = Found(record, reader, True, sending), reader
     if sending is not None:
-        send(found[0], found[1], sending)
-    return Found(found[0], found[2], live is None, sending), True
+        send(found.record, source, sending)
+    return found, True
 
 
 def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | None:

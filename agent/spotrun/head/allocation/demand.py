@@ -239,9 +239,9 @@ def _needs(
 def _lacking(
     sharing: Iterable[tuple[JobState, int]], held: Holdings, there: Mapping[str, int]
 ) -> Iterator[tuple[int, str, int]]:
-    """The nodes for which the machines that these jobs have are too full, as for `_machines`: no job moves for another.
+    """The nodes of these jobs for which no machine that is there has room, in the form that `_machines` takes.
 
-    there: the free devices of these machines.
+    No job moves to make room for another one. there: the free devices of each machine.
     """
     free = dict(sorted(there.items()))
     for job, wanted in sorted(sharing, key=lambda each: (-(each[0].spec.devices or 0), each[0].id)):
@@ -255,6 +255,7 @@ def _lacking(
 
 
 def _free_devices(view: FleetView, cluster: ClusterSpec, node: str, held: Holdings, pins: Iterable[Claim]) -> int:
+    """How many devices of the machine no job has. Usually `held` has the claims of parked jobs (`pins`), too."""
     known = view.by_name.get(node)
     devices = known.report.devices if known else _devices(cluster, view.pools[node])
     taken = {device for each in (*held.values(), *(pin.holds for pin in pins)) for device in each.get(node, ())}

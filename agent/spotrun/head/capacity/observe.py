@@ -54,7 +54,7 @@ def situation(
             advice=advice.get(pool.name, NO_ADVICE),
             life=pool.max_run_duration,
             usable=ready[pool.name],
-            others=kept.get(pool.name, 0.0),
+            kept=kept.get(pool.name, 0.0),
         )
         for pool in cluster.pools
     )

@@ -34,9 +34,9 @@ def place(seen: Situation, before: Placements | None = None) -> Placements:
             above, equals = dict(taken), []
         rivals = [other for other in ranked[index + 1 :] if other.priority == demand.priority]
         trains = any(demand.members.values())
-        # Machines that failed and parked jobs keep: a job that trains does not move to another zone because of them.
-        kept = {} if trains else {offer.name: offer.others for offer in seen.offers}
-        others = {name: taken[name] + _sum(held, rivals, name) + kept.get(name, 0.0) for name in taken}
+        others = {name: taken[name] + _sum(held, rivals, name) for name in taken}
+        if not trains:  # a job that trains does not move to another zone because of a machine that is kept for minutes
+            others = {offer.name: others[offer.name] + offer.kept for offer in seen.offers}
         firm = {name: above[name] + _sum(held, (*equals, *rivals), name) for name in taken}
         # Earlier jobs may wait, and ask for no machines. A promised deadline does not wait for them.
         if demand.deadline is None and not (demand.holds or trains):

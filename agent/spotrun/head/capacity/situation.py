@@ -61,7 +61,8 @@ class Offer:
     advice: Advice = NO_ADVICE  # what the cloud itself says
     life: float | None = None  # seconds after which the cloud ends a machine; None: never
     usable: int = 0  # machines that are ready to train
-    others: float = 0.0  # machines that no job can count on; `place` adds those of other jobs, for each job
+    kept: float = 0.0  # machines that failed and parked jobs keep
+    others: float = 0.0  # machines that this job cannot count on, because of other jobs (`place` sets it for each job)
     firm: float = 0.0  # those of them that other jobs keep while this job waits (`place` sets it for each job)
 
     @property
