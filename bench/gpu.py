@@ -1,9 +1,9 @@
 """What only a GPU shows: the cost of a step and of snapshots, what a fault would lose, and how NCCL's groups end.
 
-python -m bench.gpu [--parts gate groups steps snapshots] [--turns 20] [--seconds 40] [--sizes 100M 1B]
+python -m bench.gpu [--parts gate groups steps exact snapshots] [--turns 20] [--seconds 40] [--sizes 100M 1B]
 
-Each part is a process of its own, with NCCL and one GPU. Recovery between machines is in `bench.recovery`, which uses
-a GPU if CUDA_VISIBLE_DEVICES is set.
+Each part is a process of its own, with NCCL and one GPU; `exact` is two, which share the GPU with gloo. Recovery
+between machines is in `bench.recovery`, which uses a GPU if CUDA_VISIBLE_DEVICES is set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,13 +23,23 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.gpu_loops import (
+    FIRST,
+    LAYERS,
+    SMALL,
+    TURN,
+    WIDTH,
+    bare,
+    mean_step,
+    named,
+    paced,
+    prepare,
+    seconds_of,
+    under_spotrun,
+)
 from bench.processes import answer
 from bench.report import describe_machine, write_section
 
-WIDTH = 4096  # of each layer: 16.8 million parameters
-LAYERS = {"50M": 3, "100M": 6, "1B": 60}
-BATCH = {"50M": 2048, "100M": 4096, "1B": 4096}  # rows; the smallest makes steps of 4 ms on an H100
-TURN, FIRST = 40, 5  # steps of a loop in its turn; the first ones, which do not count
 WARM = 2  # turns of each loop that do not count
 GROUPS = 5  # process groups that are made and ended
 PATIENCE = 300.0  # seconds for a part
@@ -90,9 +100,9 @@ def main() -> int:
     return 0
 
 
-def part(work: Callable[..., None], *args: Any) -> Any:
-    """What a process of its own finds."""
-    found = answer(work, 1, args, PATIENCE)
+def part(work: Callable[..., None], *args: Any, ranks: int = 1) -> Any:
+    """What processes of its own find."""
+    found = answer(work, ranks, args, PATIENCE)
     if found is None:
         raise SystemExit(f"bench-gpu: {work.__name__.strip('_')} failed: the output is above")
     return found
@@ -113,6 +123,19 @@ def steps(args: argparse.Namespace, folder: str) -> str:
         "this in each step. The last loop takes no snapshots, and has run.ddp's wrapper around the model. If it is "
         "faster than the bare one, other differences of the loops outweigh what spotrun costs.\n\n"
         "| loop | ms a step | more, µs (share) |\n|---|---|---|\n" + "".join(rows)
+    )
+
+
+def exact(args: argparse.Namespace, folder: str) -> str:
+    """What `exact: true` costs two workers."""
+    found: list[list[float]] = part(_exact, folder, args.turns, ranks=2)
+    plain, whole = (statistics.median(turn[at] for turn in found) for at in (0, 1))
+    return (
+        f"What `exact: true` costs: two workers share the GPU and train {SMALL[1] * SMALL[0] * (SMALL[0] + 1):,} "
+        f"parameters over gloo. They make {TURN} steps without it and {TURN} with it in turn, {len(found)} times. "
+        f"Medians: {plain * 1e3:.3f} and {whole * 1e3:.3f} ms a step. More, the median over the turns: "
+        f"{_added(found, 1)}. gloo makes the host wait for the sums of gradients anyway. With NCCL, the wait of the "
+        "third loop above comes in addition.\n"
     )
 
 
@@ -153,7 +176,7 @@ def gate(args: argparse.Namespace, folder: str) -> str:
     )
 
 
-PARTS = {"gate": gate, "groups": groups, "steps": steps, "snapshots": snapshots}
+PARTS = {"gate": gate, "groups": groups, "steps": steps, "exact": exact, "snapshots": snapshots}
 
 
 async def _gate() -> tuple[float, tuple[str, ...]]:
@@ -188,14 +211,42 @@ def _steps(rank: int, port: int, folder: str, turns: int, results: Any) -> None:
     """For each turn, the seconds of a step of each kind."""
     import torch
 
-    _prepare(folder, port, interval=1 << 40)
-    loops = [_bare("50M", waits=False), _bare("50M", waits=False), _bare("50M", waits=True), _spotrun("50M")]
+    prepare(folder, port, interval=1 << 40)
+    spotrun = under_spotrun(*named("50M"))
+    loops = [bare("50M", waits=False), bare("50M", waits=False), bare("50M", waits=True), spotrun]
     found = []
     for number in range(WARM + turns):
         turn = [0.0] * len(loops)
         for at in range(len(loops)):
             kind = (number + at) % len(loops)
-            turn[kind] = _turn(loops[kind])
+            turn[kind] = seconds_of(loops[kind])
+        found.append(turn)
+    results.put(found[WARM:])
+    torch.cuda.synchronize()
+    os._exit(0)
+
+
+def _exact(rank: int, port: int, folder: str, turns: int, results: Any) -> None:
+    """For each turn, the seconds of a step without exact mode and with it."""
+    import torch
+
+    import spotrun
+    from spotrun.train import failures
+
+    prepare(folder, port, interval=1 << 40, rank=rank, world=2, exact=True)
+    run = spotrun.init()
+    loop = under_spotrun(*SMALL, run)
+    next(loop)
+    boundary = run._boundary
+    kinds = (failures.check, None), (boundary.await_collectives, boundary._noted)
+    if boundary._exactness is None or boundary._noted is None:
+        raise SystemExit("the job is not exact")
+    found = []
+    for number in range(WARM + turns):
+        turn = [0.0, 0.0]
+        for kind in (number % 2, 1 - number % 2):
+            boundary.await_collectives, boundary._noted = kinds[kind]
+            turn[kind] = seconds_of(loop)
         found.append(turn)
     results.put(found[WARM:])
     torch.cuda.synchronize()
@@ -206,14 +257,14 @@ def _snapshots(rank: int, port: int, folder: str, size: str, seconds: float, res
     """One `Kept`."""
     import torch
 
-    control = _prepare(folder, port, interval=0)
-    bare = _bare(size, waits=False)
-    alone = _mean_step([end for end, _ in zip(_paced(bare), range(2 * TURN), strict=False)])
-    bare.close()
+    control = prepare(folder, port, interval=0)
+    loop = bare(size, waits=False)
+    alone = mean_step([end for end, _ in zip(paced(loop), range(2 * TURN), strict=False)])
+    loop.close()
     torch.cuda.empty_cache()
     ends, lost, took = list[float](), list[float](), list[float]()
     ready, newest = None, control.committed
-    for end in _paced(_spotrun(size)):
+    for end in paced(under_spotrun(*named(size))):
         ends.append(end)
         if control.committed != newest:
             newest = control.committed
@@ -228,28 +279,8 @@ def _snapshots(rank: int, port: int, folder: str, size: str, seconds: float, res
         raise SystemExit(f"no snapshot of {size} was ready after {seconds:g} s: give more --seconds")
     times = ready, statistics.median(took), lost
     longest = max(after - before for before, after in pairwise(ends))
-    results.put(Kept(size, alone, _mean_step(ends), longest, state, *times))
+    results.put(Kept(size, alone, mean_step(ends), longest, state, *times))
     os._exit(0)
-
-
-def _paced(loop: Iterator[None]) -> Iterator[float]:
-    """When each step ended. The host is one step ahead of the device."""
-    import torch
-
-    before: Any = None
-    for _ in loop:
-        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record()
-        if before is not None:
-            before.synchronize()
-            yield time.monotonic()
-        before = event
-
-
-def _mean_step(ends: list[float]) -> float:
-    """Of the second half of the steps."""
-    half = ends[len(ends) // 2 :]
-    return (half[-1] - half[0]) / (len(half) - 1)
 
 
 def _groups(rank: int, port: int, folder: str, results: Any) -> None:
@@ -278,86 +309,6 @@ def _groups(rank: int, port: int, folder: str, results: Any) -> None:
         found.append(Group(made - began, idle - made, time.monotonic() - idle))
     results.put(found)
     os._exit(0)
-
-
-def _prepare(folder: str, port: int, interval: int) -> Any:
-    """Make this process a worker under spotrun, with NCCL. Returns its control block."""
-    from spotrun.state.control import Context, Control
-
-    place = Path(tempfile.mkdtemp(dir=folder))
-    control = Control(place / "control", create=True)
-    context = Context("job", 1, "n0", str(place / "control"), str(place / "slots"), folder, snapshot_interval=interval)
-    os.environ |= {Context.VARIABLE: context.to_env(), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    import torch
-    import torch.distributed as dist
-
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    return control
-
-
-def _network(size: str) -> Any:
-    from torch import nn
-
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS[size]))).cuda()
-
-
-def _turn(loop: Iterator[None]) -> float:
-    """Seconds of a step."""
-    import torch
-
-    for _ in range(FIRST):
-        next(loop)
-    torch.cuda.synchronize()
-    began = time.monotonic()
-    for _ in range(TURN - FIRST):
-        next(loop)
-    torch.cuda.synchronize()
-    return (time.monotonic() - began) / (TURN - FIRST)
-
-
-def _bare(size: str, waits: bool) -> Generator[None]:
-    """A step each time, without DDP, which one worker does not need. waits: for the device, after the backward pass."""
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    model, x = _network(size), torch.randn(BATCH[size], WIDTH, device="cuda")
-    optimizer = torch.optim.AdamW(model.parameters())
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    while True:
-        for (number,) in DataLoader(TensorDataset(torch.arange(1 << 20)), 64):
-            number.to("cuda")
-            model(x).square().mean().backward()
-            if waits:
-                event.record()
-                while not event.query():
-                    time.sleep(0)
-            optimizer.step()
-            optimizer.zero_grad()
-            yield
-
-
-def _spotrun(size: str) -> Iterator[None]:
-    """The same under spotrun."""
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    import spotrun
-
-    run = spotrun.init()
-    model, x = run.ddp(_network(size)), torch.randn(BATCH[size], WIDTH, device="cuda")
-    optimizer = torch.optim.AdamW(model.parameters())
-    data = TensorDataset(torch.arange(1 << 20))
-    sampler = spotrun.ElasticSampler(data, seed=0)
-    run.track(model=model, optimizer=optimizer, sampler=sampler)
-    for _ in run.epochs(1000):
-        for (_number,) in run.steps(DataLoader(data, 64, sampler=sampler)):
-            run.backward(model(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            yield
 
 
 if __name__ == "__main__":
