@@ -99,6 +99,21 @@ def test_locked_memory_stays() -> None:
     assert held() is None
 
 
+def test_memory_is_locked_as_long_as_its_owner_is_there() -> None:
+    """Later memory at these addresses is not taken for the old one: `cudaMemcpy` refuses what is locked in part."""
+    driver = Driver()
+    pins = PinnedMemory(driver.register, driver.unregister, 100)
+    memory = torch.ones(100)
+    held = weakref.ref(memory)
+    pins.add(memory.data_ptr(), memory.nbytes, memory)
+    pins.add(1 << 50, 1000)
+    del memory
+    assert held() is not None
+    del pins
+    assert driver.locked == {}
+    assert held() is None
+
+
 class Locking(Late):
     """A stage that says what it was told to lock, and in which thread."""
 
@@ -184,5 +199,5 @@ def test_cuda_copies_straight_into_a_slot(memory: Path, monkeypatch: pytest.Monk
     assert slot.flat[: 1 << 20].is_pinned()
     for name, tensor in state.items():
         assert torch.equal(slot.views[f"state.{name}"], tensor.cpu())
-    assert stage._register(slot.flat.data_ptr(), 4096) != 0
+    assert stage._pins._register(slot.flat.data_ptr(), 4096) != 0
     assert float(torch.ones(2, device="cuda").sum()) == 2.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -127,7 +128,7 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pins = PinnedMemory(self._register, self._unregister)
+        self._pins = PinnedMemory(partial(_register, device), partial(_unregister, device))
 
     def takes(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cuda"
@@ -136,12 +137,10 @@ class Staging:
         return torch.cuda.is_current_stream_capturing()
 
     def pin(self, memory: torch.Tensor) -> None:
-        with torch.cuda.device(self._device):  # a new thread would take memory on the first device
-            self._pins.add(memory.data_ptr(), memory.numel(), memory)
+        self._pins.add(memory.data_ptr(), memory.numel(), memory)
 
     def unpin(self, memory: torch.Tensor) -> None:
-        with torch.cuda.device(self._device):
-            self._pins.remove(memory.data_ptr())
+        self._pins.remove(memory.data_ptr())
 
     def start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], beside: Sequence[bool]) -> Copy:
         """See `Stage`. One copy at a time."""
@@ -167,13 +166,17 @@ class Staging:
             into[piece.start : piece.stop].copy_(data[piece.start : piece.stop], non_blocking=True)
         return plain
 
-    def _register(self, address: int, size: int) -> int:
+
+def _register(device: torch.device, address: int, size: int) -> int:
+    with torch.cuda.device(device):  # a new thread would take memory on the first device
         if code := int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)):  # type: ignore[no-untyped-call]
             with suppress(RuntimeError):
-                torch.zeros(1, device=self._device)  # clears the error, or the next kernel would raise it
+                torch.zeros(1, device=device)  # clears the error, or the next kernel would raise it
         return code
 
-    def _unregister(self, address: int) -> int:
+
+def _unregister(device: torch.device, address: int) -> int:
+    with torch.cuda.device(device):
         return int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
 
 
