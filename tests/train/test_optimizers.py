@@ -75,6 +75,31 @@ def test_room_for_a_state_changes_no_parameter(make: Any, options: dict[str, Any
     assert leaves(optimizer) == []
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("make", "options"), [*KINDS, (optim.AdamW, {"lr": 0.1, "capturable": True})])
+def test_cuda_a_state_is_loaded_into_the_memory_on_the_device(make: Any, options: dict[str, Any]) -> None:
+    """The state that was made before takes the values, so the device never has two of them."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(3, 40, device="cuda"), nn.Linear(3, 40, device="cuda")
+    optimizer, newcomer = make(model.parameters(), **options), make(other.parameters(), **options)
+    model(torch.ones(2, 3, device="cuda")).sum().backward()
+    optimizer.step()
+    assert optimizer_state.allocate(newcomer)
+    states = [TrainingState(0), TrainingState(0)]
+    states[0].objects, states[1].objects = {"optimizer": optimizer}, {"optimizer": newcomer}
+    before = {name: each.data_ptr() for name, each in states[1].destinations().items()}
+    encoder = Encoder()
+    record = slots.Record("job", 1, 1, 0, "", states[0].encode(encoder))
+    into = states[1].destinations()
+    for name, each in encoder.tensors.items():
+        into[name].copy_(each)
+    states[1].load(record, Received(into))
+    after = states[1].destinations()
+    assert {name: each.data_ptr() for name, each in after.items()} == before
+    assert all(after[name].equal(each) for name, each in encoder.tensors.items())
+    assert any(each.is_cuda for each in after.values())
+
+
 def test_no_room_is_made_where_that_may_do_more() -> None:
     model = nn.Linear(3, 40)
     steps: list[Any] = []

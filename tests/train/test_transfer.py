@@ -127,6 +127,32 @@ def test_a_state_arrives_in_the_tensors_that_are_there(listener: Listener) -> No
     assert all(received.tensor(name).equal(tensor) for name, tensor in STATE.items())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("passed_on", [False, True])
+def test_cuda_a_state_goes_from_device_to_device(listener: Listener, passed_on: bool) -> None:
+    """Small and large tensors, some of them not contiguous, arrive in the tensors that the receivers have there."""
+    state = {
+        "large": torch.arange(9_000_000, device="cuda"),
+        "turned": torch.arange(1_000_000.0, device="cuda").view(1000, 1000).t(),
+        "host": torch.arange(2_000_000),
+        **{f"small{number}": torch.full((number,), number, device="cuda") for number in range(9)},
+    }
+    source = transfer.OwnState(Record("job", 1, 7, 0, "", {}), layout(state), state)
+    transfer.send(source.record, source, listener)
+    own = [{name: torch.zeros(each.shape, dtype=each.dtype, device=each.device) for name, each in state.items()}] * 2
+    own[1] = {name: each.clone() for name, each in own[0].items()}
+    between = Listener() if passed_on else None
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(transfer.receive, own[1], between.address) if between is not None else None
+        found = [transfer.receive(own[0], listener.address, between)]
+        listener.wait()
+        found += [second.result(30)] if second is not None else []
+    for into, (_, received, whole) in zip(own, found, strict=False):
+        assert whole
+        assert all(received.tensor(name) is each for name, each in into.items())
+        assert all(each.equal(state[name]) for name, each in into.items())
+
+
 def test_damage_is_noticed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     fill = streams.fill
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from spotrun.errors import SpotrunError
 from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE, NONE, Context, Control
 from spotrun.state.points import Header, is_substitute
-from spotrun.train import collectives, distributed, failures, optimizer_state
+from spotrun.train import collectives, distributed, failures, first_use, optimizer_state
 from spotrun.train.distributed import LEAVE_WAIT, NotBegun, cpu_group, join_alone, leave_together, rank_and_world
 from spotrun.train.encoding import Encoder, refuse_sharded
 from spotrun.train.exactness import Exactness
@@ -237,7 +237,7 @@ class Boundary:
             failures.leave(EXIT_PEER)
         if control.able == NEEDS_RELEASE:  # the end of an NCCL group waits for the node's other workers
             leave_together(self._device, self._group, TOGETHER)
-        self._allocated = [each for each in self._state.optimizers if optimizer_state.allocate(each)]
+        self._allocated = first_use.prepare(self._device, self._models, self._state.optimizers)
         self.regroup()
 
     def see_collective(self, name: str, values: Iterable[Any]) -> None:

@@ -24,8 +24,6 @@ def allocate(optimizer: optim.Optimizer) -> bool:
     hooks = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
     if type(optimizer) not in _KNOWN or hooks or optimizer.state or any(each.grad is not None for each in parameters):
         return False
-    if any(each.device.type != "cpu" for each in parameters):
-        return False  # `load_state_dict` makes a state of its own on the device: it would need room for both
     rates = [group["lr"] for group in groups]
     if not all(isinstance(rate, float) for rate in rates) or any(group.get("differentiable") for group in groups):
         return False
@@ -38,6 +36,9 @@ def allocate(optimizer: optim.Optimizer) -> bool:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         type(optimizer).step(optimizer)
+    except torch.OutOfMemoryError:
+        clear(optimizer)
+        return False
     finally:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate

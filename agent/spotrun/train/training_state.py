@@ -108,7 +108,7 @@ def load(item: Stateful, saved: Any, tensors: Tensors, own: Mapping[str, torch.T
     slot, which all workers of a node share. All other objects get copies, and so does an object that kept a view.
     own: the object's tensors that receive the values, by name; the object keeps them.
     """
-    if _copies(item):
+    if _copies(item) and not own:
         _give(item, decode(saved, tensors.view))
         loaded = Encoder()
         loaded.encode(item.state_dict(), "state")
@@ -171,12 +171,12 @@ def _fill(tensors: Tensors, own: Mapping[str, torch.Tensor], name: str) -> torch
 
 
 def _own_tensors(item: Stateful, name: str) -> dict[str, torch.Tensor]:
-    """The object's tensors on the CPU, by name; empty unless it is known to accept them as a state."""
+    """The object's tensors, by name; empty unless it is known to accept them as a state."""
     if type(item).load_state_dict not in _PLAIN:
         return {}
     encoder = Encoder()
     encoder.encode(item.state_dict(), name)
-    return {name: tensor for name, tensor in encoder.tensors.items() if tensor.device.type == "cpu"}
+    return encoder.tensors
 
 
 def _copies(item: Stateful) -> bool:

@@ -8,7 +8,7 @@ fills its slot.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -74,10 +74,19 @@ class OwnState:
         return shards.header(self.entries)
 
     def bytes_of(self, start: int, stop: int, entries: Entries) -> torch.Tensor:
-        parts = []
-        for entry in (each for each in entries if each.stop > each.start):
-            parts.append(_bytes(self._contiguous(entry.name))[max(0, start - entry.start) : stop - entry.start].cpu())
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = [
+            _bytes(self._contiguous(each.name))[max(0, start - each.start) : stop - each.start]
+            for each in entries
+            if each.stop > each.start
+        ]
+        if len(parts) == 1 and not parts[0].is_cuda:
+            return parts[0]
+        room = _host_memory(stop - start, any(each.is_cuda for each in parts))
+        at = 0
+        for part in parts:
+            room[at : at + part.numel()].copy_(part)
+            at += part.numel()
+        return room
 
     def _contiguous(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name].detach()
@@ -87,6 +96,33 @@ class OwnState:
             if name not in self._whole:
                 self._whole[name] = tensor.resolve_conj().resolve_neg().contiguous()
             return self._whole[name]
+
+
+class Rooms:
+    """Where the pieces of a state arrive, and the way from there into its tensors.
+
+    locked: whether the memory for a device's tensors is locked, so that the device copies beside the network.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], locked: bool) -> None:
+        self._tensors, self._locked = tensors, locked
+
+    def room(self, piece: Piece) -> torch.Tensor:
+        """The memory of the host into which the piece goes."""
+        first = piece.entries[0]
+        tensor = self._tensors[first.name]
+        if _is_alone(first) and not tensor.is_cuda:
+            return _bytes(tensor)[piece.start - first.start : piece.stop - first.start]
+        return _host_memory(piece.stop - piece.start, self._locked and tensor.is_cuda)
+
+    def unpack(self, piece: Piece, room: torch.Tensor) -> None:
+        """Copy the piece, which has arrived, to where it belongs."""
+        for entry in piece.entries:
+            tensor = self._tensors[entry.name]
+            start, stop = max(entry.start, piece.start), min(entry.stop, piece.stop)
+            if stop > start and (tensor.is_cuda or not _is_alone(entry)):
+                part = _bytes(tensor)[start - entry.start : stop - entry.start]
+                part.copy_(room[start - piece.start : stop - piece.start], non_blocking=True)
 
 
 class Received:
@@ -159,6 +195,12 @@ def send(record: slots.Record, source: Source, listener: Listener) -> None:
     listener.send(stream, COUNT)
 
 
+def reserve() -> None:
+    """Lock the memory that `receive` needs for the tensors of a GPU. torch keeps it."""
+    rooms = [_host_memory(PIECE, locked=True) for _ in range(2 * COUNT)]  # one is filled while the device reads another
+    rooms.clear()
+
+
 def receive(
     into: Mapping[str, torch.Tensor], sender: Address, listener: Listener | None = None
 ) -> tuple[slots.Record, Received, bool]:
@@ -171,17 +213,20 @@ def receive(
     try:
         told = streams.start(partial(_begin, streams, sender)).result()
         tensors = {entry.name: _destination(entry, into.get(entry.name)) for entry in told.entries}
+        _await_devices(tensors.values())
         dealt = deal(pieces_of(told.entries), told.count)
         if listener is not None:
             queues += [SimpleQueue() for _ in range(told.count)]
             listener.send(lambda number: iter(queues[number].get, None), told.count)
+
+        rooms = Rooms(tensors, locked=listener is None)  # what is passed on may wait for long
 
         def take(number: int) -> bool:
             pass_on, about = queues[number].put if queues else _ignore, _about(told.note, told.header, number)
             pass_on(about)
             try:
                 with told.first if number == 0 else streams.connect(sender, number) as connection:
-                    return _take(connection, dealt[number], tensors, pass_on, xxhash.xxh3_128(about))
+                    return _take(connection, dealt[number], rooms, pass_on, xxhash.xxh3_128(about))
             finally:
                 pass_on(None)
 
@@ -189,6 +234,7 @@ def receive(
             running.append(streams.start(partial(take, number)))
         done, _ = wait(running, return_when=FIRST_EXCEPTION)
         wholes = [each.result() for each in done]
+        _await_devices(tensors.values())
         if listener is not None:
             listener.wait()  # an object of the script may change what it loads
     except BaseException:
@@ -236,19 +282,18 @@ def _about(note: bytes, header: bytes, number: int) -> bytes:
 def _take(
     connection: socket,
     pieces: Sequence[Piece],
-    tensors: Mapping[str, torch.Tensor],
+    rooms: Rooms,
     pass_on: Callable[[Data], None],
     hashed: xxhash.xxh3_128,
 ) -> bool:
     """Receive the pieces of a stream. Returns whether they have the sender's checksum. hashed: what came before."""
     for each in pieces:
-        room = _room(each, tensors)
+        room = rooms.room(each)
         data = room.numpy().data
         fill(connection, data)
         pass_on(data)
         hashed.update(data)
-        if not _is_alone(each.entries[0]):
-            _unpack(each, room, tensors)
+        rooms.unpack(each, room)
     digest = memoryview(bytearray(hashed.digest_size))
     fill(connection, digest)
     pass_on(digest)
@@ -271,19 +316,15 @@ def _is_alone(entry: shards.Entry) -> bool:
     return entry.stop - entry.start >= ALONE
 
 
-def _room(piece: Piece, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The memory into which the piece goes."""
-    first = piece.entries[0]
-    if _is_alone(first):
-        return _bytes(tensors[first.name])[piece.start - first.start : piece.stop - first.start]
-    return torch.empty(piece.stop - piece.start, dtype=torch.uint8)
+def _host_memory(size: int, locked: bool) -> torch.Tensor:
+    """So many bytes. A device copies faster from and into locked memory. torch keeps it, and gives it out again."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=locked)
 
 
-def _unpack(piece: Piece, data: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy the small tensors of a piece to where they belong."""
-    for entry in piece.entries:
-        if entry.stop > entry.start:
-            _bytes(tensors[entry.name]).copy_(data[entry.start - piece.start : entry.stop - piece.start])
+def _await_devices(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until these tensors' devices have done all work: another thread's stream does not wait for it."""
+    for device in {each.device for each in tensors if each.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
