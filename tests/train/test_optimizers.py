@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 from spotrun.state import slots
-from spotrun.train import optimizer_state
+from spotrun.train import optimizer_state, training_state
 from spotrun.train.encoding import Encoder
 from spotrun.train.idle_optimizer import IdleOptimizer
 from spotrun.train.slot_files import Reader
@@ -76,7 +76,7 @@ def test_room_for_a_state_changes_no_parameter(make: Any, options: dict[str, Any
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("make", "options"), [*KINDS, (optim.AdamW, {"lr": 0.1, "capturable": True})])
+@pytest.mark.parametrize(("make", "options"), KINDS)
 def test_cuda_a_state_is_loaded_into_the_memory_on_the_device(make: Any, options: dict[str, Any]) -> None:
     """The state that was made before takes the values, so the device never has two of them."""
     torch.manual_seed(0)
@@ -100,6 +100,19 @@ def test_cuda_a_state_is_loaded_into_the_memory_on_the_device(make: Any, options
     assert any(each.is_cuda for each in after.values())
 
 
+def test_no_room_is_made_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 40)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def fail(self: optim.SGD) -> None:
+        self.state[model.weight]["momentum_buffer"] = torch.zeros(40, 3)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(optim.SGD, "step", fail)
+    assert not optimizer_state.allocate(optimizer)
+    assert (leaves(optimizer), model.weight.grad, optimizer.param_groups[0]["lr"]) == ([], None, 0.1)
+
+
 def test_no_room_is_made_where_that_may_do_more() -> None:
     model = nn.Linear(3, 40)
     steps: list[Any] = []
@@ -108,6 +121,7 @@ def test_no_room_is_made_where_that_may_do_more() -> None:
     assert not optimizer_state.allocate(hooked)
     assert not optimizer_state.allocate(optim.LBFGS(model.parameters()))
     assert not optimizer_state.allocate(optim.AdamW(model.parameters(), lr=torch.tensor(0.1), capturable=True))
+    assert not optimizer_state.allocate(optim.AdamW(model.parameters(), capturable=True)), "it divides by the rate"
     assert not optimizer_state.allocate(stepped(*KINDS[0])[1])
     assert steps == []
 
@@ -141,6 +155,50 @@ def test_a_state_is_loaded_into_the_memory_that_is_there(tmp_path: Path) -> None
     after = state.destinations()
     assert {name: tensor.data_ptr() for name, tensor in after.items()} == before
     assert all(tensor.equal(wanted[name]) for name, tensor in after.items())
+
+
+class Views(Received):
+    """Tensors that can only be copied at once."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        raise AssertionError("nobody needs a copy of its own")
+
+    def view(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_has_no_memory_yet_is_copied_once(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """As on a GPU after a restart: only the learning rate, a tensor, has memory. The rest is not copied on the host."""
+    monkeypatch.setattr(training_state, "_copies", lambda item: True)
+    model, other = nn.Linear(3, 40, dtype=dtype), nn.Linear(3, 40, dtype=dtype)
+    optimizer = optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+    model(torch.ones(2, 3, dtype=dtype)).sum().backward()
+    optimizer.step()
+    encoder = Encoder()
+    saved = encoder.encode(optimizer.state_dict(), "o")
+    loaded = optim.AdamW(other.parameters(), lr=torch.tensor(0.5), foreach=False)
+    own = training_state._own_tensors(loaded, "o")
+    load(loaded, saved, Views(encoder.tensors), own)
+    assert own.keys() < encoder.tensors.keys()
+    assert float(loaded.param_groups[0]["lr"]) == pytest.approx(0.1)
+    assert all(each.equal(dict(leaves(optimizer))[key]) for key, each in leaves(loaded))
+
+
+def test_a_state_of_more_precision_stays_in_its_memory() -> None:
+    """As an optimizer of the script's own has it."""
+    model = nn.Linear(3, 40, dtype=torch.bfloat16)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for each in model.parameters():
+        optimizer.state[each]["momentum_buffer"] = torch.rand(each.shape)
+    own = training_state._own_tensors(optimizer, "o")
+    before = {key: each.data_ptr() for key, each in leaves(optimizer)}
+    encoder = Encoder()
+    saved = encoder.encode(optimizer.state_dict(), "o")
+    values = {name: each.clone().add(1) for name, each in encoder.tensors.items()}
+    load(optimizer, saved, Received(values), own)
+    assert {key: each.data_ptr() for key, each in leaves(optimizer)} == before
+    assert {float(each.min()) >= 1 for _, each in leaves(optimizer)} == {True}
 
 
 def test_a_state_of_another_shape_has_memory_of_its_own(tmp_path: Path) -> None:

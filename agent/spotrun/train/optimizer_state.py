@@ -1,4 +1,7 @@
-"""Making an optimizer's state before the values arrive: new memory would take a large part of the transfer's time."""
+"""Making an optimizer's state before the values arrive.
+
+New memory would take a large part of the transfer's time. On a GPU, there need not be room for two states.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,16 @@ import torch
 from torch import optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-# Classes whose step with a learning rate of 0 changes no parameter, and needs no closure.
+# Classes whose step with a learning rate of 0 changes no parameter, and needs no closure. With `capturable`, Adam
+# divides by the learning rate (torch 2.13).
 _KNOWN = (optim.Adam, optim.AdamW, optim.SGD, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop, optim.Adagrad)
 
 
 def allocate(optimizer: optim.Optimizer) -> bool:
     """Make the state by a step with gradients and learning rates of 0, as `torch.distributed.checkpoint` does.
 
-    False: nothing was done: the state exists already, or the optimizer or its hooks might do more than make the state.
-    The values are not those of a new optimizer: load a state, or `clear` the optimizer.
+    False: there is no new state: it exists already, there is too little memory, or the optimizer or its hooks might do
+    more than make the state. The values are not those of a new optimizer: load a state, or `clear` the optimizer.
     """
     groups = optimizer.param_groups
     parameters = [each for group in groups for each in group["params"]]
@@ -25,7 +29,9 @@ def allocate(optimizer: optim.Optimizer) -> bool:
     if type(optimizer) not in _KNOWN or hooks or optimizer.state or any(each.grad is not None for each in parameters):
         return False
     rates = [group["lr"] for group in groups]
-    if not all(isinstance(rate, float) for rate in rates) or any(group.get("differentiable") for group in groups):
+    if not all(isinstance(rate, float) for rate in rates) or any(
+        group.get("differentiable") or group.get("capturable") for group in groups
+    ):
         return False
     if any(_divides_by_zero(group) for group in groups):
         return False

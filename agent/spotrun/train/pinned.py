@@ -33,6 +33,7 @@ class PinnedMemory:
     ) -> None:
         self._register, self._unregister, self._chunk = register, unregister, chunk
         self._regions: dict[int, tuple[range, Any]] = {}  # by address: its chunks, and what keeps the mapping
+        # Not at the end of the process, which unlocks everything: the driver may be gone by then.
         weakref.finalize(self, _unlock_all, self._regions, unregister).atexit = False
 
     def add(self, address: int, size: int, owner: Any = None) -> None:

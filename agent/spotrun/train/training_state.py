@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -104,23 +104,23 @@ class TrainingState:
 def load(item: Stateful, saved: Any, tensors: Tensors, own: Mapping[str, torch.Tensor] = {}) -> None:
     """Have the object load its saved state.
 
-    A module copies the values into its own tensors, and an optimizer copies them to its device. Both get views of the
-    slot, which all workers of a node share. All other objects get copies, and so does an object that kept a view.
-    own: the object's tensors that receive the values, by name; the object keeps them.
+    own: the object's tensors that receive the values, by name; the object keeps them. For other names, a module copies
+    the values into its own tensors, and an optimizer copies them to its device. Both get views of the slot, which all
+    workers of a node share. All other objects get copies, and so does an object that kept a view.
     """
-    if _copies(item) and not own:
-        _give(item, decode(saved, tensors.view))
+    if _copies(item):
+        _give(item, decode(saved, partial(_fill, tensors, own, tensors.view)), own)
         loaded = Encoder()
         loaded.encode(item.state_dict(), "state")
         if not any(tensors.holds(tensor) for tensor in loaded.tensors.values()):
             return
-    _give(item, decode(saved, partial(_fill, tensors, own)))
+    _give(item, decode(saved, partial(_fill, tensors, own, tensors.tensor)), own)
 
 
-def _give(item: Stateful, saved: Any) -> None:
+def _give(item: Stateful, saved: Any, own: Mapping[str, torch.Tensor] = {}) -> None:
     item.load_state_dict(saved)
     if isinstance(item, torch.optim.Optimizer) and _only_reads(item):  # hooks may number the parameters in another way
-        _keep_types(item, saved)
+        _keep_types(item, saved, own)
 
 
 def _keep_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -137,11 +137,13 @@ def _keep_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]])
     optimizer.param_groups = groups
 
 
-def _keep_types(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+def _keep_types(optimizer: torch.optim.Optimizer, saved: Any, own: Mapping[str, torch.Tensor]) -> None:
     """Put back what has lost precision: torch (2.13) converts a state to the type of its parameter when it loads it.
 
-    saved: the state that was loaded, with its tensors. An optimizer may also keep something that is no parameter's.
+    saved: the state that was loaded, with its tensors. own: those of them that are the optimizer's. An optimizer may
+    also keep something that is no parameter's.
     """
+    kept = {id(each) for each in own.values()}
     for index, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
         values, state = saved["state"].get(index), optimizer.state.get(parameter)
         if not isinstance(values, dict) or not isinstance(state, dict):
@@ -149,7 +151,7 @@ def _keep_types(optimizer: torch.optim.Optimizer, saved: Any) -> None:
         for name, value in values.items():
             now = state.get(name)
             if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and _loses(value.dtype, now.dtype):
-                state[name] = value.to(now.device, copy=True)
+                state[name] = value if id(value) in kept else value.to(now.device, copy=True)
 
 
 def _loses(saved: torch.dtype, now: torch.dtype) -> bool:
@@ -159,24 +161,29 @@ def _loses(saved: torch.dtype, now: torch.dtype) -> bool:
     return torch.promote_types(saved, now) != now
 
 
-def _fill(tensors: Tensors, own: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """The saved tensor, in the object's own memory if there is any. New memory costs more than the copy itself."""
+def _fill(
+    tensors: Tensors, own: Mapping[str, torch.Tensor], other: Callable[[str], torch.Tensor], name: str
+) -> torch.Tensor:
+    """The saved tensor, in the object's own memory if there is any. New memory costs more than the copy itself.
+
+    other: gives a tensor for which there is no such memory.
+    """
     mine = own.get(name)
     if mine is None:
-        return tensors.tensor(name)
+        return other(name)
     found = tensors.view(name)
     if (found.dtype, found.shape) != (mine.dtype, mine.shape):
-        return tensors.tensor(name)
+        return other(name)
     return mine.copy_(found)
 
 
 def _own_tensors(item: Stateful, name: str) -> dict[str, torch.Tensor]:
-    """The object's tensors, by name; empty unless it is known to accept them as a state."""
+    """The object's tensors on CPUs and GPUs, by name; empty unless it is known to accept them as a state."""
     if type(item).load_state_dict not in _PLAIN:
         return {}
     encoder = Encoder()
     encoder.encode(item.state_dict(), name)
-    return encoder.tensors
+    return {name: tensor for name, tensor in encoder.tensors.items() if tensor.is_cpu or tensor.is_cuda}
 
 
 def _copies(item: Stateful) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -79,7 +80,7 @@ class OwnState:
             for each in entries
             if each.stop > each.start
         ]
-        if len(parts) == 1 and not parts[0].is_cuda:
+        if len(parts) == 1 and parts[0].is_cpu:
             return parts[0]
         room = _host_memory(stop - start, any(each.is_cuda for each in parts))
         at = 0
@@ -122,7 +123,8 @@ class Rooms:
             start, stop = max(entry.start, piece.start), min(entry.stop, piece.stop)
             if stop > start and (tensor.is_cuda or not _is_alone(entry)):
                 part = _bytes(tensor)[start - entry.start : stop - entry.start]
-                part.copy_(room[start - piece.start : stop - piece.start], non_blocking=True)
+                beside = tensor.is_cuda and room.is_pinned()  # then torch keeps the room until the device has read it
+                part.copy_(room[start - piece.start : stop - piece.start], non_blocking=beside)
 
 
 class Received:
@@ -245,7 +247,7 @@ def receive(
         raise
     finally:
         streams.close()
-        wait(running)  # from now on, no thread writes into a tensor
+        wait(running)  # from now on, no thread writes into a tensor; after an error, a device may for a moment
     return told.record, Received(tensors), all(wholes)
 
 
@@ -317,8 +319,14 @@ def _is_alone(entry: shards.Entry) -> bool:
 
 
 def _host_memory(size: int, locked: bool) -> torch.Tensor:
-    """So many bytes. A device copies faster from and into locked memory. torch keeps it, and gives it out again."""
-    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=locked)
+    """So many bytes.
+
+    locked: a device copies faster from and into such memory, if there is any. torch keeps it, and gives it out again.
+    """
+    if locked:
+        with suppress(RuntimeError):
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def _await_devices(tensors: Iterable[torch.Tensor]) -> None:
