@@ -68,3 +68,39 @@ def test_peers_of_a_machine_that_is_cut_off_and_replaced_at_once(cluster: Harnes
     assert (final["phase"], final["restarts"]) == ("succeeded", 0)
     assert set(setups(job.out).values()) == {1}
     assert sample_ids(job.out, 1) == {0: list(range(SAMPLES))}
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["on CPUs", "as on GPUs"])
+def test_another_machine_is_lost_before_the_first_step(cluster: Harness, tmp_path: Path, gpu: bool) -> None:
+    """Clouds often take several machines within seconds. The survivor goes on after each loss, bit for bit."""
+    job = cluster.submit(
+        nodes={"min": 2, "max": 2, "spares": 2},
+        epochs=EPOCHS,
+        samples=SAMPLES,
+        batch=BATCH,
+        snapshot_interval=5,
+        late=3,
+        slow=1,
+        step=2.0,
+        gpu=gpu,
+    )
+    cluster.until_step(6)
+    cluster.until(lambda _: len(setups(job.out)) >= 4, what="the spares' warm-up")
+    before = setups(job.out)
+    first, generation = cluster.members()[1], cluster.status()["job"]["generation"]
+    cluster.fault("kill", first)
+    status = cluster.until(lambda s: s["job"]["generation"] > generation and s["job"]["members"], "the next generation")
+    second = status["job"]["members"][1]
+    cluster.fault("kill", second)
+    status = cluster.until(closed, what="recovery")
+    (interruption,) = status["job"]["interruptions"]
+    assert (interruption["kind"], interruption["node"]) == ("kill", f"{first}, {second}"), "both before a step"
+    job.go()
+    final = cluster.until_ended()
+    assert (final["phase"], final["restarts"]) == ("succeeded", 0)
+    assert set(setups(job.out).values()) == {1}
+    assert final_pids(job.out) <= set(before), "both were there before the first loss"
+    assert sample_ids(job.out, EPOCHS) == {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
+    (tmp_path / "undisturbed").mkdir()
+    wanted = undisturbed(tmp_path / "undisturbed", ranks=2, epochs=EPOCHS, samples=SAMPLES, batch=BATCH)
+    assert digest_of(job.out) == wanted

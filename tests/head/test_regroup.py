@@ -96,9 +96,9 @@ def with_another(begin: Start) -> Start:
     return replace(begin, members=members)
 
 
-def begun(*members: str, step: int = 0) -> Any:
+def begun(*members: str, step: int = 0, **changes: Any) -> Any:
     """A job whose generation has begun without a restart, at step 0."""
-    found = apply(able(*members, current=None), again(*members), NOW - 1)
+    found = apply(able(*members, current=None, **changes), again(*members), NOW - 1)
     return found.replace(progress=Progress(base=0, step=step))
 
 
@@ -115,12 +115,17 @@ def growing(*members: str, at: float = NOW - 0.2, **changes: Any) -> Any:
 
 def leaves(name: str, **changes: Any) -> Node:
     """A member whose machine will be taken in 100 s."""
-    return trains(name, notice=notice(100), **changes)
+    return trains(name, **{"notice": notice(100), **changes})
 
 
 def ahead(name: str, **changes: Any) -> Node:
     """A node whose workers have gone on to generation 2 by themselves."""
     return node(name, **{"generation": 2, "phase": "starting", "regroup": "able", "workers": (), **changes})
+
+
+def trainers(*names: str) -> tuple[Node, ...]:
+    """Members of generation 2."""
+    return tuple(trains(name, generation=2) for name in names)
 
 
 GPU = {"needs_release": True}
@@ -286,8 +291,20 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(able(A, B, C), waits(A), failed(B, "user", at=NOW - 0.2), waits(C)),
         (*plan(view(job(A, B, C), failed(A, "peer"), failed(B, "user", at=NOW - 0.2), failed(C, "peer"))).actions,),
     ),
-    "workers do not get into their next generation: the one after it has new workers": (
+    "a worker does not get into its next generation: a member may be lost": (
         view(begun(A, B), waits(A, generation=2), node(B, generation=2, phase="starting", regroup="able")),
+        (),
+    ),
+    "the same, and a member has not reported since": (
+        view(
+            begun(A, B),
+            waits(A, generation=2, at=NOW - 2),
+            node(B, generation=2, phase="starting", regroup="able", reported_at=NOW - 1.5),
+        ),
+        (),
+    ),
+    "the same, and no member is lost: the generation after it has new workers": (
+        view(begun(A, B), waits(A, generation=2, at=NOW - 2), node(B, generation=2, phase="starting", regroup="able")),
         (start(A, B, cause=Cause(kind="start", node=A)),),
     ),
     "workers take too long to get into their next generation: the same": (
@@ -306,9 +323,50 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         ),
         (),
     ),
-    "a member is lost again before the first step: new workers": (
+    "a member is lost again before the first step: the others go on": (
         view(begun(A, B, C), waits(A, generation=2), lost(B, generation=2), waits(C, generation=2)),
-        (start(A, C, cause=KILL),),
+        (again(A, C, cause=KILL),),
+    ),
+    "a member is lost again before the first step, and another one may still join the group: it is told to leave": (
+        view(begun(A, B, C), waits(A, generation=2), lost(B, generation=2), ahead(C)),
+        (Release(B, "kill"),),
+    ),
+    "it is about to leave: wait for it": (
+        view(
+            apply(begun(A, B, C), Release(B, "kill"), NOW - 0.1),
+            waits(A, generation=2),
+            lost(B, generation=2),
+            ahead(C),
+        ),
+        (),
+    ),
+    "a member is silent before the first step after a regroup: its peers are told to leave": (
+        view(
+            begun(A, B, C).replace(ordered_at=NOW - 8),
+            stuck(A, generation=2),
+            frozen(B, generation=2),
+            stuck(C, generation=2),
+            warm(D),
+        ),
+        (Release(B),),
+    ),
+    "too few nodes are left after a loss before the first step: the others wait for another one": (
+        view(begun(A, B, C, spec=FIXED), waits(A, generation=2), lost(B, generation=2), waits(C, generation=2)),
+        (EndGeneration(KILL),),
+    ),
+    "and go on with it": (
+        view(
+            apply(begun(A, B, C, spec=FIXED), EndGeneration(KILL), NOW),
+            waits(A, generation=2),
+            lost(B, generation=2),
+            waits(C, generation=2),
+            warm(D),
+        ),
+        (again(A, C, D),),
+    ),
+    "a script fails before the first step after a regroup: new workers": (
+        view(begun(A, B), waits(A, generation=2), failed(B, "user", generation=2)),
+        (*plan(view(begun(A, B), failed(A, "peer", generation=2), failed(B, "user", generation=2))).actions,),
     ),
     "a node that has warmed up joins": (
         view(able(A, B), trains(A), trains(B), warm(C)),
@@ -405,6 +463,32 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(begun(A, B), leaves(A, generation=2), trains(B, generation=2), warm(C)),
         (),
     ),
+    "the first step after a regroup takes too long for a notice: they are told to leave": (
+        view(begun(A, B, C).replace(ordered_at=NOW - 11), leaves(A, generation=2), *trainers(B, C), warm(D)),
+        (Release(A, "preempt"),),
+    ),
+    "steps take long, so they wait longer for their first step": (
+        view(begun(A, B, C).replace(ordered_at=NOW - 11, pace=2.0), leaves(A, generation=2), *trainers(B, C), warm(D)),
+        (),
+    ),
+    "but not longer than the notice": (
+        view(begun(A, B, C).replace(pace=2.0), leaves(A, generation=2, notice=notice(2)), *trainers(B, C), warm(D)),
+        (Release(A, "preempt"),),
+    ),
+    "they have left the member with the notice, and go on without it": (
+        view(
+            apply(begun(A, B, C), Release(A, "preempt"), NOW - 0.1),
+            waits(A, generation=2, notice=notice(2)),
+            waits(B, generation=2),
+            waits(C, generation=2),
+            warm(D),
+        ),
+        (again(B, C, D, cause=Cause(kind="preempt", node=A)),),
+    ),
+    "the job stops before the first step after a regroup: it does not wait": (
+        view(begun(A, B, stopping="by the operator").replace(ordered_at=NOW - 11), *trainers(A, B)),
+        (EndGeneration(Cause(kind="stop")),),
+    ),
     "the members are not in the process group yet, and one of them gets a notice: the next generation begins": (
         view(growing(A, B), leaves(A, generation=2, phase="starting", workers=()), ahead(B), ahead(C)),
         (replace(again(A, B, C, cause=GROW), planned=True),),
@@ -497,7 +581,16 @@ def test_only_nodes_of_a_job_that_can_regroup_stand_by() -> None:
 
 @pytest.mark.parametrize(
     ("cause", "step", "wanted"),
-    [("kill", 60, False), ("kill", 50, True), ("crash", 60, True), ("hang", 60, True), ("move", 60, False)],
+    [
+        ("kill", 60, False),
+        ("kill", 50, False),
+        ("preempt+silent", 50, False),
+        ("start", 50, True),
+        ("crash", 60, True),
+        ("hang", 60, True),
+        ("move", 60, False),
+        ("move", 50, True),
+    ],
 )
 def test_workers_that_did_not_go_on_well_are_replaced(cause: str, step: int, wanted: bool) -> None:
     """A step of the generation shows that it went on well; 50 is where it began."""

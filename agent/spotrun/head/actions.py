@@ -72,9 +72,9 @@ class DumpStacks:
 
 @dataclass(frozen=True)
 class Release:
-    """Tell the workers of this generation to leave it: they wait for members that are gone or silent, or have stopped.
+    """Tell the workers of this generation to leave it. Its members are gone or silent, have stopped, or leave soon.
 
-    Without this, they would wait for a long time. node, kind: as in the `Cause` for which the generation ends.
+    Without this, the workers would wait for a long time. node, kind: as in the `Cause` for which the generation ends.
     """
 
     node: str

@@ -44,6 +44,8 @@ from spotrun.wire import Failure, Generation, Kept, Manifest, Member, StateRef
 
 Phase = Literal["queued", "starting", "running", "draining", "waiting", "finishing", "succeeded", "failed", "stopped"]
 ENDED = ("succeeded", "failed", "stopped")
+# Kinds of `Cause`: a machine was lost, or something is wrong with the script or its workers.
+LOSSES, FAILURES = frozenset({"kill", "preempt", "silent"}), frozenset({"crash", "hang", "start"})
 _INTERRUPTIONS = AliasChoices("interruptions", "losses")  # until version 0.1, the key was `losses`
 
 
@@ -173,6 +175,12 @@ class JobState(Kept):
         return self.current.members if self.current else ()
 
     @property
+    def regrouping(self) -> bool:
+        """Whether the current generation began without a restart, and has completed no step yet."""
+        begun = self.current is not None and self.current.regroup
+        return begun and self.progress.step <= self.progress.base
+
+    @property
     def involved(self) -> frozenset[str]:
         """The nodes that may hold a state of it. What others say about it does not count: the code of a job may lie."""
         members = (*self.last, *(self.following.members if self.following else ()))
@@ -293,12 +301,15 @@ def good_seconds(progress: Progress, members: float) -> float:
 def in_doubt(job: JobState, cause: Cause | None) -> bool:
     """Whether the next generation needs new workers. cause: why the current one ends.
 
-    After these causes, nobody knows whether the workers still work. The same is true after a regroup without a step.
+    After a failure of the script, nobody knows whether the workers still work. The same is true after a regroup without
+    a step, unless a lost member explains it.
     """
     if job.current is None:
         return job.new_workers
-    stuck = job.current.regroup and job.progress.step <= job.progress.base
-    return stuck or (cause is not None and cause.kind in ("crash", "hang", "start"))
+    kinds = cause.kind.split("+") if cause is not None else []
+    if job.regrouping:
+        return not kinds or not LOSSES.issuperset(kinds)
+    return not FAILURES.isdisjoint(kinds)
 
 
 def _begin(job: JobState, current: Generation, now: float) -> JobState:

@@ -26,6 +26,16 @@ def reports(view: View | FleetView, node: Node) -> bool:
     return node.connected and not silent(view, node)
 
 
+def may_be_lost(view: View, failed_at: float) -> bool:
+    """Whether a member may still turn out to be lost, which would explain that a collective failed at this time.
+
+    Every member gets time to report again. One that does not report may be dead.
+    """
+    reported_by = failed_at + TIMEOUTS.failure
+    here = [n for n in view.members() if n is not None and n.work.generation == view.job.generation]
+    return view.now < reported_by or any(n.reported_at < reported_by for n in here)
+
+
 def eligible(view: View) -> list[Node]:
     """Nodes that could be in a generation that begins now."""
     return [

@@ -39,7 +39,7 @@ from spotrun.head.planner import (
 )
 from spotrun.head.planner.checkpointing import DRAIN_AHEAD
 from spotrun.head.planner.departure import Departure
-from spotrun.head.planner.liveness import eligible, interrupted, reports, silent
+from spotrun.head.planner.liveness import eligible, interrupted, may_be_lost, reports, silent
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
 from spotrun.wire import Failure
@@ -260,10 +260,13 @@ def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | Non
         return (Drain(step, cause, deadline, regroup.following(view, cause), reason),)
     # This generation has completed no step, so a restart loses no work. Growth waits for the first step. So do workers
     # that have regrouped, if there is time: otherwise the next generation would have new workers.
-    assert job.current is not None
-    late = view.now - job.ordered_at > TIMEOUTS.regroup or (leaving is not None and view.now >= leaving.last)
-    waits = cause.kind == "grow" or (job.current.regroup and cause.kind != "stop" and not late)
-    return () if waits else _restart(view, cause)
+    limit = TIMEOUTS.regroup + 2 * (job.progress.pace or job.pace)
+    late = view.now - job.ordered_at > limit or (leaving is not None and view.now >= leaving.last)
+    if cause.kind == "grow" or (job.regrouping and cause.kind != "stop" and not late):
+        return ()
+    if job.regrouping and cause.kind == "preempt" and regroup.could_leave(view):
+        return (Release(cause.node, cause.kind, reason),)  # then the others go on without it
+    return _restart(view, cause)
 
 
 def _worth_growing(view: View) -> bool:
@@ -346,9 +349,7 @@ def _unexplained_failure(view: View, reporting: list[Node]) -> tuple[Failure, No
     if not found or view.blind():
         return None
     failure, node = min(found, key=lambda item: (item[0].kind == "peer", item[0].at))
-    # Give every member time to report again. A member that does not report may be dead, and explain the failure.
-    reported_by = failure.at + TIMEOUTS.failure
-    if view.now < reported_by or any(n.reported_at < reported_by for n in reporting):
+    if may_be_lost(view, failure.at):
         return None
     if failure.kind == "peer" and (done := [n.name for n in reporting if n.phase == "succeeded"]):
         what = f"the script ended on {', '.join(done)}, while others trained"

@@ -2,7 +2,7 @@
 
 If any node's workers wait, the next generation has only nodes whose workers wait. Meanwhile, the workers of the other
 nodes warm up. A restart of all workers would not be faster. If a generation that began without a restart makes no step,
-the next one has new workers.
+the next one has new workers, unless another member was lost.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spotrun.head.job_state import Action, Cause, EndGeneration, Start, in_doubt
-from spotrun.head.planner.liveness import HEARTBEAT, eligible, reports
+from spotrun.head.planner.liveness import HEARTBEAT, eligible, may_be_lost, reports
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import ENDING_STATES, Node, View
 from spotrun.wire import Member
@@ -126,12 +126,13 @@ def must_release(view: View, gone: dict[str, str]) -> bool:
     Workers do not notice that a peer is silent. The head does not always know this either: the machine may have been
     replaced under the same name before the head found it silent, or it has never reported to this head, which is new.
     In both cases, `View.members` has None for the machine. If such a machine is gone, it counts as silent. Workers on
-    GPUs may not notice that a peer is gone either: a collective of NCCL waits for it.
+    GPUs may not notice that a peer is gone either: a collective of NCCL waits for it. Neither do workers that form a
+    process group: those of a regroup may do that until the first step.
     """
     unseen = {member.node for member, node in zip(view.job.members, view.members(), strict=True) if node is None}
     late = list(_late(view, _survivors(view, gone)))
     quiet = "silent" in gone.values() or not unseen.isdisjoint(gone) or any(node.work.needs_release for node in late)
-    return quiet and view.job.released is None and bool(late)
+    return (quiet or view.job.regrouping) and view.job.released is None and bool(late)
 
 
 def could_leave(view: View) -> bool:
@@ -163,19 +164,21 @@ def _survivors(view: View, gone: dict[str, str]) -> list[Node]:
 
 def _late(view: View, survivors: list[Node]) -> Iterator[Node]:
     """Survivors whose workers could go on in another generation, but do not wait for it yet."""
-    if view.job.regroups and not in_doubt(view.job, None):
+    if view.job.regroups:
         able = (n for n in survivors if n.work.regroup == "able")
         yield from (n for n in able if not _in_later_generation(view, n))
 
 
 def failed(view: View, node: Node) -> bool:
-    """Whether a member could not join the generation without a restart, or not in time."""
-    job = view.job
-    if job.current is None or not job.current.regroup or job.progress.step > job.progress.base:
+    """Whether a member could not join the generation without a restart, or not in time.
+
+    While another member may be lost, that explains it.
+    """
+    job, work = view.job, node.work
+    if not job.regrouping:
         return False
-    work = node.work
     if work.generation == job.generation and work.phase == "failed":
-        return work.failure is not None and work.failure.kind == "peer"
+        return work.failure is not None and work.failure.kind == "peer" and not may_be_lost(view, work.failure.at)
     waited = view.now - max(job.ordered_at, view.awake_since)
     restored = work.generation == job.generation and work.phase != "starting"
     return not restored and waited > TIMEOUTS.regroup + job.state_bytes / TIMEOUTS.regroup_rate
