@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,33 @@ async def test_a_folder_comes_back_as_it_was(tmp_path: Path, work: Path) -> None
         assert (target / "here" / name).read_bytes() == (work / "out" / name).read_bytes()
     assert os.readlink(target / "here" / "newest") == "deep"
     assert not store.exists(kept_key("j-1", 1, "secret"))
+
+
+class Counting(Store):
+    """Each request waits until some others are under way."""
+
+    together = threading.Barrier(4, timeout=30)
+
+    def fetch(self, key: str, path: Path, size: int | None = None) -> None:
+        self.together.wait()
+        super().fetch(key, path, size)
+
+    def keep(self, key: str, path: Path, stopped: Callable[[], bool] | None = None) -> None:
+        self.together.wait()
+        super().keep(key, path, stopped)
+
+
+async def test_small_files_are_sent_and_fetched_side_by_side(tmp_path: Path) -> None:
+    """With 20,000 files, the waits for the bucket would take many minutes one after the other."""
+    (tmp_path / "work" / "out").mkdir(parents=True)
+    (tmp_path / "target").mkdir()
+    for number in range(16):
+        (tmp_path / "work" / "out" / str(number)).write_text(str(number))
+    store = Counting(str(tmp_path / "bucket"))
+    kept = await keep(store, tmp_path / "work", "out")
+    await asyncio.to_thread(fetch, store, wanted(kept.ref), tmp_path / "target")
+    found = {path.name: path.read_text() for path in (tmp_path / "target" / "here").iterdir()}
+    assert found == {str(number): str(number) for number in range(16)}
 
 
 async def test_a_log_that_an_older_agent_has_kept(tmp_path: Path) -> None:
@@ -141,6 +169,10 @@ async def test_what_was_changed_in_the_bucket_is_not_taken(tmp_path: Path, work:
     assert refusal("1", wanted(ref, "in")) == "inputs.here: j-1 has left no folder in"
     store.put(kept_key("j-1", 1, "out/deep/b c.txt"), b"B")
     assert "is damaged" in refusal("2", wanted(ref))
+    store.put(kept_key("j-1", 1, "out/deep/b c.txt"), b"b")
+    store.put(kept_key("j-1", 1, "out/a.bin"), b"shorter")
+    assert "a.bin is damaged" in refusal("6", wanted(ref))
+    store.put(kept_key("j-1", 1, "out/a.bin"), work / "out" / "a.bin")
     store.delete([kept_key("j-1", 1, "out/deep/b c.txt")])
     assert "has been deleted" in refusal("3", wanted(ref))
     store.put(kept_key("j-1", 1), b"{}")

@@ -17,21 +17,27 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 import xxhash
 
 from spotrun.backoff import Backoff
 from spotrun.document import problem
-from spotrun.errors import CorruptError, NotFound, SetupError, SpotrunError
+from spotrun.errors import CorruptError, NotFound, SetupError, SpotrunError, StoreError
 from spotrun.folders import FoldersRef, Input, Keeping, KeptFile, KeptFiles
 from spotrun.store import Store, kept_key
+from spotrun.store.threads import at_once
 
 log = logging.getLogger(__name__)
 
 PAUSE = (1.0, 60.0)  # seconds between tries: the first pause, the longest
 MOST = 20_000  # files of a job's folders: the list of them is read into memory
 LIST = 32 << 20  # bytes of that list
+AT_ONCE = 16  # small files
+SMALL = 8 << 20  # bytes
 _BLOCK = 1 << 20  # bytes that are read at once
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -113,12 +119,23 @@ def fetch(store: Store, wanted: Input, root: Path) -> None:
     if size > free:
         raise SetupError(f"inputs.{wanted.name}: has {size >> 20} MiB, but only {free >> 20} MiB are free in {root}")
     target.mkdir(parents=True)
-    for each in (each for each in mine if not each.link):
+
+    def get(each: KeptFile) -> None:
         key = kept_key(wanted.job, wanted.ref.generation, each.at or prefix + each.name)
         _fetch_file(store, key, each, target)
+
+    _for_each(get, [(each, each.size) for each in mine if not each.link])
     for each in (each for each in mine if each.link):  # last, so that no file is written through a link
         (target / each.name).parent.mkdir(parents=True, exist_ok=True)
         os.symlink(each.link, target / each.name)
+
+
+def _for_each(call: Callable[[Item], None], sized: Sequence[tuple[Item, int]]) -> None:
+    """Call for each item. Small files go side by side, because most of their time is waiting."""
+    for _ in at_once(call, [item for item, size in sized if size <= SMALL], AT_ONCE, wait=True):
+        pass
+    for item in (item for item, size in sized if size > SMALL):
+        call(item)
 
 
 def _list(store: Store, wanted: Input) -> tuple[KeptFile, ...]:
@@ -145,9 +162,12 @@ def _fetch_file(store: Store, key: str, file: KeptFile, target: Path) -> None:
     path = target / file.name
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        store.fetch(key, path)
+        store.fetch(key, path, file.size)
     except NotFound:
         raise CorruptError(f"{key} has been deleted") from None
+    except StoreError:
+        if store.size(key) == file.size:
+            raise
     if (path.stat().st_size, _digest(path)) != (file.size, file.xxh3):
         raise CorruptError(f"{key} is damaged: its size or its checksum is not the one in the list of files")
 
@@ -158,15 +178,17 @@ def _upload(store: Store, attempt: _Attempt, uploaded: dict[str, KeptFile]) -> F
     found = {name: path for folder in attempt.folders for name, path in _files(attempt.root, folder)}
     if len(found) > MOST:
         raise CorruptError(f"keep: {len(found)} files are too many, at most {MOST} are kept; pack them into an archive")
-    for name, path in found.items():
-        if name not in uploaded:
-            link = os.readlink(path) if path.is_symlink() else ""
-            if not link:
-                # Google Cloud tells the logs of workers, which it deletes after some time, by this end of their keys.
-                at = f"{name}/file" if name.endswith(".log") else ""
-                each = KeptFile(name=name, size=path.stat().st_size, xxh3=_digest(path), at=at)
-                store.keep(kept_key(job, number, at or name), path, attempt.stopped.is_set)
-            uploaded[name] = KeptFile(name=name, link=link) if link else each
+
+    def put(name: str) -> None:
+        path = found[name]
+        # Google Cloud tells the logs of workers, which it deletes after some time, by this end of their keys.
+        at = f"{name}/file" if name.endswith(".log") else ""
+        each = KeptFile(name=name, size=path.stat().st_size, xxh3=_digest(path), at=at)
+        store.keep(kept_key(job, number, at or name), path, attempt.stopped.is_set)
+        uploaded[name] = each
+
+    _for_each(put, [(n, p.stat().st_size) for n, p in found.items() if n not in uploaded and not p.is_symlink()])
+    uploaded |= {name: KeptFile(name=name, link=os.readlink(path)) for name, path in found.items() if path.is_symlink()}
     files = tuple(uploaded[name] for name in sorted(found))
     data = json.dumps(KeptFiles(folders=attempt.folders, files=files).model_dump(mode="json")).encode()
     key = kept_key(job, number)

@@ -178,9 +178,9 @@ class Store:
                 raise StoreError(f"{self.url}: cannot write {key}: a folder is in its place") from None
             raise ConflictError(f"{self.url}: another process has written {key}") from None
 
-    def fetch(self, key: str, path: Path) -> None:
-        """Download an object into a file. Raises `NotFound`."""
-        size = self.size(key)
+    def fetch(self, key: str, path: Path, size: int | None = None) -> None:
+        """Download an object into a file. Raises `NotFound`. size: its bytes, if known; more are not looked for."""
+        size = self.size(key) if size is None else size
         with self._asking("read", key), path.open("wb") as file:
             self._ranges(key, 0, size, lambda at, data: _write(file.fileno(), at, data))
 
