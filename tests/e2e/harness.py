@@ -66,6 +66,16 @@ class Job:
         """Have a job that was submitted with `slow` hurry again."""
         (self.out / "go").touch()
 
+    def brake(self, generation: int) -> None:
+        """In later generations, have workers wait in their first step before they exchange gradients: see `release`."""
+        partial = self.out / "brake.part"
+        partial.write_text(str(generation))
+        partial.replace(self.out / "brake")
+
+    def release(self) -> None:
+        """Undo `brake`."""
+        self.brake(1 << 30)
+
     def step(self, seconds: float) -> None:
         """From now on, each slow step takes so long."""
         partial = self.out / "step.part"
