@@ -340,6 +340,27 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         ),
         (),
     ),
+    "a new head sees only one of those that were told to leave: it waits for the other one": (
+        view(apply(begun(A, B, C), Release(B, "kill"), NOW - 3), waits(A, generation=2), awake_since=NOW - 2),
+        (),
+    ),
+    "both are back: it does not wait for the lost one": (
+        view(
+            apply(begun(A, B, C), Release(B, "kill"), NOW - 3),
+            waits(A, generation=2),
+            waits(C, generation=2),
+            awake_since=NOW - 2,
+        ),
+        (again(A, C, cause=KILL),),
+    ),
+    "the other one does not find the new head: it goes on without it": (
+        view(
+            apply(begun(A, B, C, spec=spec(nodes={"min": 1, "max": 3})), Release(B, "kill"), NOW - 13),
+            waits(A, generation=2),
+            awake_since=NOW - 12,
+        ),
+        (again(A, cause=Cause(kind="kill", node=f"{B}, {C}")),),
+    ),
     "a member is silent before the first step after a regroup: its peers are told to leave": (
         view(
             begun(A, B, C).replace(ordered_at=NOW - 8),

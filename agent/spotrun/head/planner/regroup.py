@@ -141,7 +141,12 @@ def could_leave(view: View) -> bool:
 
 
 def awaited(view: View, gone: dict[str, str]) -> bool:
-    """Whether survivors will soon wait. They notice the end of a peer a moment before or after the head does."""
+    """Whether survivors will soon wait. They notice the end of a peer a moment before or after the head does.
+
+    If the last head has told them to leave, this one first waits for their reports.
+    """
+    if view.job.released and _may_report(view, {*gone, *view.job.released.node.split(", ")}):
+        return True
     survivors = _survivors(view, gone)
     late = list(_late(view, survivors))
     if not late:
@@ -156,6 +161,12 @@ def awaited(view: View, gone: dict[str, str]) -> bool:
     pace = view.job.progress.pace or view.job.pace
     limit = min(TIMEOUTS.survivors + 2 * pace, TIMEOUTS.survivors_most)
     return view.now - since < limit + (TIMEOUTS.abort if any(node.work.needs_release for node in late) else 0.0)
+
+
+def _may_report(view: View, lost: set[str]) -> bool:
+    """Whether this head is new, and a member that is not lost may still report to it."""
+    unseen = {member.node for member, node in zip(view.job.members, view.members(), strict=True) if node is None}
+    return view.blind() and not unseen <= lost
 
 
 def _survivors(view: View, gone: dict[str, str]) -> list[Node]:
