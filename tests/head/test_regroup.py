@@ -496,6 +496,10 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(begun(A, B, C).replace(pace=2.0), leaves(A, generation=2, notice=notice(2)), *trainers(B, C), warm(D)),
         (Release(A, "preempt"),),
     ),
+    "all members leave before the first step: nobody waits for their workers, and the state is saved": (
+        view(begun(A, B), *(leaves(name, generation=2, notice=notice(2), **GPU) for name in (A, B))),
+        (EndGeneration(Cause(kind="preempt", node=f"{A}, {B}")),),
+    ),
     "they have left the member with the notice, and go on without it": (
         view(
             apply(begun(A, B, C), Release(A, "preempt"), NOW - 0.1),

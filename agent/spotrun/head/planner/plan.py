@@ -264,7 +264,7 @@ def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | Non
     late = view.now - job.ordered_at > limit or (leaving is not None and view.now >= leaving.last)
     if cause.kind == "grow" or (job.regrouping and cause.kind != "stop" and not late):
         return ()
-    if job.regrouping and cause.kind == "preempt" and regroup.could_leave(view):
+    if job.regrouping and cause.kind == "preempt" and regroup.could_leave(view, cause.node.split(", ")):
         return (Release(cause.node, cause.kind, reason),)  # then the others go on without it
     return _restart(view, cause)
 

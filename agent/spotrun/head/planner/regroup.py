@@ -7,7 +7,7 @@ the next one has new workers, unless another member was lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from spotrun.head.job_state import Action, Cause, EndGeneration, Start, in_doubt
 from spotrun.head.planner.liveness import HEARTBEAT, eligible, may_be_lost, reports
@@ -135,9 +135,9 @@ def must_release(view: View, gone: dict[str, str]) -> bool:
     return (quiet or view.job.regrouping) and view.job.released is None and bool(late)
 
 
-def could_leave(view: View) -> bool:
-    """Whether a member's workers could leave the generation now, and go on in another one."""
-    return any(_late(view, _survivors(view, {})))
+def could_leave(view: View, leaving: Collection[str] = ()) -> bool:
+    """Whether workers of a member could leave the generation now, and go on in another one. leaving: other members."""
+    return any(_late(view, _survivors(view, leaving)))
 
 
 def awaited(view: View, gone: dict[str, str]) -> bool:
@@ -169,7 +169,7 @@ def _may_report(view: View, lost: set[str]) -> bool:
     return view.blind() and not unseen <= lost
 
 
-def _survivors(view: View, gone: dict[str, str]) -> list[Node]:
+def _survivors(view: View, gone: Collection[str]) -> list[Node]:
     return [n for n in view.members() if n is not None and n.name not in gone and reports(view, n)]
 
 
