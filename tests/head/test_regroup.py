@@ -492,6 +492,15 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(begun(A, B, C).replace(ordered_at=NOW - 11, pace=2.0), leaves(A, generation=2), *trainers(B, C), warm(D)),
         (),
     ),
+    "so does the transfer of a large state": (
+        view(
+            begun(A, B, C).replace(ordered_at=NOW - 11, state_bytes=10**9),
+            leaves(A, generation=2),
+            *trainers(B, C),
+            warm(D),
+        ),
+        (),
+    ),
     "but not longer than the notice": (
         view(begun(A, B, C).replace(pace=2.0), leaves(A, generation=2, notice=notice(2)), *trainers(B, C), warm(D)),
         (Release(A, "preempt"),),

@@ -260,7 +260,7 @@ def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | Non
         return (Drain(step, cause, deadline, regroup.following(view, cause), reason),)
     # This generation has completed no step, so a restart loses no work. Growth waits for the first step. So do workers
     # that have regrouped, if there is time: otherwise the next generation would have new workers.
-    limit = TIMEOUTS.regroup + 2 * (job.progress.pace or job.pace)
+    limit = (regroup.time_to_join(job) if leaving else TIMEOUTS.regroup) + 2 * (job.progress.pace or job.pace)
     late = view.now - job.ordered_at > limit or (leaving is not None and view.now >= leaving.last)
     if cause.kind == "grow" or (job.regrouping and cause.kind != "stop" and not late):
         return ()

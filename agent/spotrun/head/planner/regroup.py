@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from spotrun.head.job_state import Action, Cause, EndGeneration, Start, in_doubt
+from spotrun.head.job_state import Action, Cause, EndGeneration, JobState, Start, in_doubt
 from spotrun.head.planner.liveness import HEARTBEAT, eligible, may_be_lost, reports
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import ENDING_STATES, Node, View
@@ -192,7 +192,12 @@ def failed(view: View, node: Node) -> bool:
         return work.failure is not None and work.failure.kind == "peer" and not may_be_lost(view, work.failure.at)
     waited = view.now - max(job.ordered_at, view.awake_since)
     restored = work.generation == job.generation and work.phase != "starting"
-    return not restored and waited > TIMEOUTS.regroup + job.state_bytes / TIMEOUTS.regroup_rate
+    return not restored and waited > time_to_join(job)
+
+
+def time_to_join(job: JobState) -> float:
+    """Seconds that the members of a generation without a restart may take until all have the state."""
+    return TIMEOUTS.regroup + job.state_bytes / TIMEOUTS.regroup_rate
 
 
 def _warming(ready: list[Node]) -> list[Node]:
