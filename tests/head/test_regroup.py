@@ -340,6 +340,19 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         ),
         (),
     ),
+    "a new head sees one whose peer is gone: it waits until it knows which": (
+        view(begun(A, B, C).replace(ordered_at=NOW - 9), waits(A, generation=2, at=NOW - 5), awake_since=NOW - 4),
+        (),
+    ),
+    "a lost member has not reported to a new head when agents would have found it: the others go on": (
+        view(
+            begun(A, B, C).replace(ordered_at=NOW - 9),
+            waits(A, generation=2, at=NOW - 8),
+            waits(C, generation=2, at=NOW - 8),
+            awake_since=NOW - 7,
+        ),
+        (again(A, C, cause=KILL),),
+    ),
     "a new head sees only one of those that were told to leave: it waits for the other one": (
         view(apply(begun(A, B, C), Release(B, "kill"), NOW - 3), waits(A, generation=2), awake_since=NOW - 2),
         (),

@@ -183,13 +183,14 @@ def _late(view: View, survivors: list[Node]) -> Iterator[Node]:
 def failed(view: View, node: Node) -> bool:
     """Whether a member could not join the generation without a restart, or not in time.
 
-    While another member may be lost, that explains it.
+    While another member may be lost, that explains it. A new head does not know that until all members have reported.
     """
-    job, work = view.job, node.work
+    job, work, failure = view.job, node.work, node.work.failure
     if not job.regrouping:
         return False
     if work.generation == job.generation and work.phase == "failed":
-        return work.failure is not None and work.failure.kind == "peer" and not may_be_lost(view, work.failure.at)
+        alone = failure is not None and failure.kind == "peer" and not may_be_lost(view, failure.at)
+        return alone and not view.blind()
     waited = view.now - max(job.ordered_at, view.awake_since)
     restored = work.generation == job.generation and work.phase != "starting"
     return not restored and waited > time_to_join(job)
