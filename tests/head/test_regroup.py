@@ -357,6 +357,14 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(apply(begun(A, B, C), Release(B, "kill"), NOW - 3), waits(A, generation=2), awake_since=NOW - 2),
         (),
     ),
+    "a new head finds that a machine was replaced: it waits for the other members": (
+        view(begun(A, B, C), waits(A, generation=2), spare(B, boot="b2"), awake_since=NOW - 2),
+        (),
+    ),
+    "the other members have reported: they go on": (
+        view(begun(A, B, C), waits(A, generation=2), spare(B, boot="b2"), waits(C, generation=2), awake_since=NOW - 2),
+        (again(A, C, cause=KILL),),
+    ),
     "both are back: it does not wait for the lost one": (
         view(
             apply(begun(A, B, C), Release(B, "kill"), NOW - 3),

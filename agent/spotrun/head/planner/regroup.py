@@ -143,9 +143,9 @@ def could_leave(view: View, leaving: Collection[str] = ()) -> bool:
 def awaited(view: View, gone: dict[str, str]) -> bool:
     """Whether survivors will soon wait. They notice the end of a peer a moment before or after the head does.
 
-    If the last head has told them to leave, this one first waits for their reports.
+    A new head first waits until all of them have reported.
     """
-    if view.job.released and _may_report(view, {*gone, *view.job.released.node.split(", ")}):
+    if _may_report(view, {*gone, *(view.job.released.node.split(", ") if view.job.released else ())}):
         return True
     survivors = _survivors(view, gone)
     late = list(_late(view, survivors))
