@@ -31,10 +31,10 @@ from bench.gpu_loops import (
     WIDTH,
     bare,
     mean_step,
-    named,
     paced,
     prepare,
     seconds_of,
+    sizes_of,
     under_spotrun,
 )
 from bench.processes import answer
@@ -133,7 +133,7 @@ def exact(args: argparse.Namespace, folder: str) -> str:
     return (
         f"What `exact: true` costs: two workers share the GPU and train {SMALL[1] * SMALL[0] * (SMALL[0] + 1):,} "
         f"parameters over gloo. They make {TURN} steps without it and {TURN} with it in turn, {len(found)} times. "
-        f"Medians: {plain * 1e3:.3f} and {whole * 1e3:.3f} ms a step. More, the median over the turns: "
+        f"Medians: {plain * 1e3:.3f} and {whole * 1e3:.3f} ms a step. The median difference, in µs (share): "
         f"{_added(found, 1)}. gloo makes the host wait for the sums of gradients anyway. With NCCL, the wait of the "
         "third loop above comes in addition.\n"
     )
@@ -212,7 +212,7 @@ def _steps(rank: int, port: int, folder: str, turns: int, results: Any) -> None:
     import torch
 
     prepare(folder, port, interval=1 << 40)
-    spotrun = under_spotrun(*named("50M"))
+    spotrun = under_spotrun(*sizes_of("50M"))
     loops = [bare("50M", waits=False), bare("50M", waits=False), bare("50M", waits=True), spotrun]
     found = []
     for number in range(WARM + turns):
@@ -264,7 +264,7 @@ def _snapshots(rank: int, port: int, folder: str, size: str, seconds: float, res
     torch.cuda.empty_cache()
     ends, lost, took = list[float](), list[float](), list[float]()
     ready, newest = None, control.committed
-    for end in paced(under_spotrun(*named(size))):
+    for end in paced(under_spotrun(*sizes_of(size))):
         ends.append(end)
         if control.committed != newest:
             newest = control.committed

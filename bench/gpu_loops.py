@@ -35,7 +35,7 @@ def prepare(folder: str, port: int, interval: int, rank: int = 0, world: int = 1
     return control
 
 
-def named(name: str) -> tuple[int, int, int]:
+def sizes_of(name: str) -> tuple[int, int, int]:
     """Width, layers and rows."""
     return WIDTH, LAYERS[name], BATCH[name]
 
@@ -67,7 +67,7 @@ def bare(size: str, waits: bool) -> Generator[None]:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    model, x = _network(*named(size))
+    model, x = _network(*sizes_of(size))
     optimizer = torch.optim.AdamW(model.parameters())
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     while True:

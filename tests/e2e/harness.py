@@ -66,15 +66,15 @@ class Job:
         """Have a job that was submitted with `slow` hurry again."""
         (self.out / "go").touch()
 
-    def brake(self, generation: int) -> None:
-        """In later generations, have workers wait in their first step before they exchange gradients: see `release`."""
-        partial = self.out / "brake.part"
+    def hold_first_step(self, generation: int) -> None:
+        """In generations after this one, have workers wait in their first step, before they exchange gradients."""
+        partial = self.out / "hold.part"
         partial.write_text(str(generation))
-        partial.replace(self.out / "brake")
+        partial.replace(self.out / "hold")
 
-    def release(self) -> None:
-        """Undo `brake`."""
-        self.brake(1 << 30)
+    def let_first_step_go(self) -> None:
+        """Undo `hold_first_step`."""
+        self.hold_first_step(1 << 30)
 
     def step(self, seconds: float) -> None:
         """From now on, each slow step takes so long."""

@@ -90,11 +90,11 @@ def test_another_machine_is_lost_before_the_first_step(cluster: Harness, tmp_pat
     cluster.until(lambda _: len(setups(job.out)) >= 4, what="the spares' warm-up")
     before = setups(job.out)
     first, generation = cluster.members()[1], cluster.status()["job"]["generation"]
-    job.brake(generation)
+    job.hold_first_step(generation)
     cluster.fault("kill", first)
     second = cluster.until(lambda s: _in_first_step(s, generation), "the first step")["job"]["members"][1]
     cluster.fault("kill", second)
-    job.release()
+    job.let_first_step_go()
     status = cluster.until(closed, what="recovery")
     (interruption,) = status["job"]["interruptions"]
     assert (interruption["kind"], interruption["node"]) == ("kill", f"{first}, {second}"), "both before a step"
@@ -110,6 +110,6 @@ def test_another_machine_is_lost_before_the_first_step(cluster: Harness, tmp_pat
 
 
 def _in_first_step(status: dict[str, Any], generation: int) -> bool:
-    """Whether all members of a later generation have the state. Until `Job.release`, they make no step."""
+    """Whether all members of a later generation have the state. They make no step until `Job.let_first_step_go`."""
     job, phases = status["job"], {node["name"]: node["phase"] for node in status["nodes"]}
     return job["generation"] > generation and {phases.get(name) for name in job["members"]} == {"running"}

@@ -340,7 +340,7 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         ),
         (),
     ),
-    "a new head sees one whose peer is gone: it waits until it knows which": (
+    "a new head sees one member whose peer is gone: it waits for the reports of the others": (
         view(begun(A, B, C).replace(ordered_at=NOW - 9), waits(A, generation=2, at=NOW - 5), awake_since=NOW - 4),
         (),
     ),
@@ -365,7 +365,7 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(begun(A, B, C), waits(A, generation=2), spare(B, boot="b2"), waits(C, generation=2), awake_since=NOW - 2),
         (again(A, C, cause=KILL),),
     ),
-    "both are back: it does not wait for the lost one": (
+    "a new head sees both that were told to leave: it does not wait for the lost one": (
         view(
             apply(begun(A, B, C), Release(B, "kill"), NOW - 3),
             waits(A, generation=2),
@@ -374,7 +374,7 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         ),
         (again(A, C, cause=KILL),),
     ),
-    "the other one does not find the new head: it goes on without it": (
+    "a new head has waited long enough for the other one that was told to leave: it goes on without it": (
         view(
             apply(begun(A, B, C, spec=spec(nodes={"min": 1, "max": 3})), Release(B, "kill"), NOW - 13),
             waits(A, generation=2),

@@ -62,7 +62,7 @@ async def test_a_folder_comes_back_as_it_was(tmp_path: Path, work: Path) -> None
     assert not store.exists(kept_key("j-1", 1, "secret"))
 
 
-class Counting(Store):
+class SideBySide(Store):
     """Each request waits until some others are under way."""
 
     together = threading.Barrier(4, timeout=30)
@@ -82,7 +82,7 @@ async def test_small_files_are_sent_and_fetched_side_by_side(tmp_path: Path) -> 
     (tmp_path / "target").mkdir()
     for number in range(16):
         (tmp_path / "work" / "out" / str(number)).write_text(str(number))
-    store = Counting(str(tmp_path / "bucket"))
+    store = SideBySide(str(tmp_path / "bucket"))
     kept = await keep(store, tmp_path / "work", "out")
     await asyncio.to_thread(fetch, store, wanted(kept.ref), tmp_path / "target")
     found = {path.name: path.read_text() for path in (tmp_path / "target" / "here").iterdir()}

@@ -158,7 +158,7 @@ def test_a_state_is_loaded_into_the_memory_that_is_there(tmp_path: Path) -> None
 
 
 class Views(Received):
-    """Tensors that can only be copied at once."""
+    """A state that gives views of its tensors, and fails if somebody asks for a copy."""
 
     def tensor(self, name: str) -> torch.Tensor:
         raise AssertionError("nobody needs a copy of its own")

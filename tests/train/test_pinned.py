@@ -99,7 +99,7 @@ def test_locked_memory_stays() -> None:
     assert held() is None
 
 
-def test_memory_is_locked_as_long_as_its_owner_is_there() -> None:
+def test_memory_is_unlocked_when_its_pinned_memory_is_gone() -> None:
     """Later memory at these addresses is not taken for the old one: `cudaMemcpy` refuses what is locked in part."""
     driver = Driver()
     pins = PinnedMemory(driver.register, driver.unregister, 100)

@@ -72,7 +72,7 @@ class DumpStacks:
 
 @dataclass(frozen=True)
 class Release:
-    """Tell the workers of this generation to leave it. Its members are gone or silent, have stopped, or leave soon.
+    """Tell the workers of this generation to leave it. Some members are gone, silent or stopped, or leave soon.
 
     Without this, the workers would wait for a long time. node, kind: as in the `Cause` for which the generation ends.
     """

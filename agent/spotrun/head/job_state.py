@@ -44,7 +44,7 @@ from spotrun.wire import Failure, Generation, Kept, Manifest, Member, StateRef
 
 Phase = Literal["queued", "starting", "running", "draining", "waiting", "finishing", "succeeded", "failed", "stopped"]
 ENDED = ("succeeded", "failed", "stopped")
-# Kinds of `Cause`: a machine was lost, or something is wrong with the script or its workers.
+# Kinds of `Cause`: a machine was lost or will be, or something is wrong with the script or its workers.
 LOSSES, FAILURES = frozenset({"kill", "preempt", "silent"}), frozenset({"crash", "hang", "start"})
 _INTERRUPTIONS = AliasChoices("interruptions", "losses")  # until version 0.1, the key was `losses`
 
@@ -175,7 +175,7 @@ class JobState(Kept):
         return self.current.members if self.current else ()
 
     @property
-    def regrouping(self) -> bool:
+    def no_step_since_regroup(self) -> bool:
         """Whether the current generation began without a restart, and has completed no step yet."""
         begun = self.current is not None and self.current.regroup
         return begun and self.progress.step <= self.progress.base
@@ -301,13 +301,13 @@ def good_seconds(progress: Progress, members: float) -> float:
 def in_doubt(job: JobState, cause: Cause | None) -> bool:
     """Whether the next generation needs new workers. cause: why the current one ends.
 
-    After a failure of the script, nobody knows whether the workers still work. The same is true after a regroup without
-    a step, unless a lost member explains it.
+    After a failure of the script or its workers, nobody knows whether the workers still work. The same is true after a
+    regroup without a step, unless a member that is lost, or will be, explains it.
     """
     if job.current is None:
         return job.new_workers
     kinds = cause.kind.split("+") if cause is not None else []
-    if job.regrouping:
+    if job.no_step_since_regroup:
         return not kinds or not LOSSES.issuperset(kinds)
     return not FAILURES.isdisjoint(kinds)
 

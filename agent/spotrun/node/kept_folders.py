@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 PAUSE = (1.0, 60.0)  # seconds between tries: the first pause, the longest
 MOST = 20_000  # files of a job's folders: the list of them is read into memory
 LIST = 32 << 20  # bytes of that list
-AT_ONCE = 16  # small files
-SMALL = 8 << 20  # bytes
+AT_ONCE = 16  # small files that are uploaded or fetched at the same time
+SMALL = 8 << 20  # bytes that a small file has, at most
 _BLOCK = 1 << 20  # bytes that are read at once
 
 Item = TypeVar("Item")

@@ -179,7 +179,7 @@ class Store:
             raise ConflictError(f"{self.url}: another process has written {key}") from None
 
     def fetch(self, key: str, path: Path, size: int | None = None) -> None:
-        """Download an object into a file. Raises `NotFound`. size: its bytes, if known; more are not looked for."""
+        """Download an object into a file. Raises `NotFound`. size: how many bytes to read; None: all."""
         size = self.size(key) if size is None else size
         with self._asking("read", key), path.open("wb") as file:
             self._ranges(key, 0, size, lambda at, data: _write(file.fileno(), at, data))

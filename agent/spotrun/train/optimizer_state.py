@@ -1,6 +1,6 @@
 """Making an optimizer's state before the values arrive.
 
-New memory would take a large part of the transfer's time. On a GPU, there need not be room for two states.
+New memory would take a large part of the transfer's time. On a GPU, two states would need room at the same time.
 """
 
 from __future__ import annotations

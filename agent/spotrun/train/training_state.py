@@ -166,7 +166,7 @@ def _fill(
 ) -> torch.Tensor:
     """The saved tensor, in the object's own memory if there is any. New memory costs more than the copy itself.
 
-    other: gives a tensor for which there is no such memory.
+    other: returns the saved tensor if the object has no such memory.
     """
     mine = own.get(name)
     if mine is None:

@@ -82,12 +82,12 @@ class OwnState:
         ]
         if len(parts) == 1 and parts[0].is_cpu:
             return parts[0]
-        room = _host_memory(stop - start, any(each.is_cuda for each in parts))
+        buffer = _host_memory(stop - start, any(each.is_cuda for each in parts))
         at = 0
         for part in parts:
-            room[at : at + part.numel()].copy_(part)
+            buffer[at : at + part.numel()].copy_(part)
             at += part.numel()
-        return room
+        return buffer
 
     def _contiguous(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name].detach()
@@ -99,16 +99,16 @@ class OwnState:
             return self._whole[name]
 
 
-class Rooms:
-    """Where the pieces of a state arrive, and the way from there into its tensors.
+class Buffers:
+    """The host's memory in which the pieces of a state arrive, and the copy from there into its tensors.
 
-    locked: whether the memory for a device's tensors is locked, so that the device copies beside the network.
+    locked: whether this memory is page-locked for tensors on a device. The device then copies while more bytes arrive.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], locked: bool) -> None:
         self._tensors, self._locked = tensors, locked
 
-    def room(self, piece: Piece) -> torch.Tensor:
+    def buffer(self, piece: Piece) -> torch.Tensor:
         """The memory of the host into which the piece goes."""
         first = piece.entries[0]
         tensor = self._tensors[first.name]
@@ -116,15 +116,15 @@ class Rooms:
             return _bytes(tensor)[piece.start - first.start : piece.stop - first.start]
         return _host_memory(piece.stop - piece.start, self._locked and tensor.is_cuda)
 
-    def unpack(self, piece: Piece, room: torch.Tensor) -> None:
+    def unpack(self, piece: Piece, buffer: torch.Tensor) -> None:
         """Copy the piece, which has arrived, to where it belongs."""
         for entry in piece.entries:
             tensor = self._tensors[entry.name]
             start, stop = max(entry.start, piece.start), min(entry.stop, piece.stop)
             if stop > start and (tensor.is_cuda or not _is_alone(entry)):
                 part = _bytes(tensor)[start - entry.start : stop - entry.start]
-                beside = tensor.is_cuda and room.is_pinned()  # then torch keeps the room until the device has read it
-                part.copy_(room[start - piece.start : stop - piece.start], non_blocking=beside)
+                beside = tensor.is_cuda and buffer.is_pinned()  # torch keeps it until the device has read it
+                part.copy_(buffer[start - piece.start : stop - piece.start], non_blocking=beside)
 
 
 class Received:
@@ -198,9 +198,10 @@ def send(record: slots.Record, source: Source, listener: Listener) -> None:
 
 
 def reserve() -> None:
-    """Lock the memory that `receive` needs for the tensors of a GPU. torch keeps it."""
-    rooms = [_host_memory(PIECE, locked=True) for _ in range(2 * COUNT)]  # one is filled while the device reads another
-    rooms.clear()
+    """Lock memory for whole pieces, which `receive` needs for large tensors of a GPU. torch keeps the memory."""
+    # Two for each stream: one is filled while the device reads the other.
+    buffers = [_host_memory(PIECE, locked=True) for _ in range(2 * COUNT)]
+    buffers.clear()
 
 
 def receive(
@@ -221,14 +222,14 @@ def receive(
             queues += [SimpleQueue() for _ in range(told.count)]
             listener.send(lambda number: iter(queues[number].get, None), told.count)
 
-        rooms = Rooms(tensors, locked=listener is None)  # what is passed on may wait for long
+        buffers = Buffers(tensors, locked=listener is None)  # memory that is passed on may be in use for long
 
         def take(number: int) -> bool:
             pass_on, about = queues[number].put if queues else _ignore, _about(told.note, told.header, number)
             pass_on(about)
             try:
                 with told.first if number == 0 else streams.connect(sender, number) as connection:
-                    return _take(connection, dealt[number], rooms, pass_on, xxhash.xxh3_128(about))
+                    return _take(connection, dealt[number], buffers, pass_on, xxhash.xxh3_128(about))
             finally:
                 pass_on(None)
 
@@ -284,18 +285,18 @@ def _about(note: bytes, header: bytes, number: int) -> bytes:
 def _take(
     connection: socket,
     pieces: Sequence[Piece],
-    rooms: Rooms,
+    buffers: Buffers,
     pass_on: Callable[[Data], None],
     hashed: xxhash.xxh3_128,
 ) -> bool:
     """Receive the pieces of a stream. Returns whether they have the sender's checksum. hashed: what came before."""
     for each in pieces:
-        room = rooms.room(each)
-        data = room.numpy().data
+        buffer = buffers.buffer(each)
+        data = buffer.numpy().data
         fill(connection, data)
         pass_on(data)
         hashed.update(data)
-        rooms.unpack(each, room)
+        buffers.unpack(each, buffer)
     digest = memoryview(bytearray(hashed.digest_size))
     fill(connection, digest)
     pass_on(digest)
@@ -319,9 +320,10 @@ def _is_alone(entry: shards.Entry) -> bool:
 
 
 def _host_memory(size: int, locked: bool) -> torch.Tensor:
-    """So many bytes.
+    """`size` bytes of the host's memory.
 
-    locked: a device copies faster from and into such memory, if there is any. torch keeps it, and gives it out again.
+    locked: page-locked memory, if the driver can lock it. A device copies faster to and from it. torch keeps it for
+    later calls.
     """
     if locked:
         with suppress(RuntimeError):

@@ -162,7 +162,7 @@ for epoch in run.epochs(args.epochs):
         record.write(json.dumps(line) + "\n")
         if run.rank == args.lag and not (args.out / "go").exists():
             time.sleep(LAG)
-        while (brake := args.out / "brake").exists() and run.generation > int(brake.read_text()):
+        while (hold := args.out / "hold").exists() and run.generation > int(hold.read_text()):
             time.sleep(0.02)
         loss = nn.functional.cross_entropy(model(x), y)
         run.backward(loss)

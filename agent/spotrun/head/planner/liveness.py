@@ -27,9 +27,9 @@ def reports(view: View | FleetView, node: Node) -> bool:
 
 
 def may_be_lost(view: View, failed_at: float) -> bool:
-    """Whether a member may still turn out to be lost, which would explain that a collective failed at this time.
+    """Whether a member may still turn out to be lost, which would explain why a collective failed.
 
-    Every member gets time to report again. One that does not report may be dead.
+    failed_at: when it failed. Every member gets time to report again after that. One that does not may be dead.
     """
     reported_by = failed_at + TIMEOUTS.failure
     here = [n for n in view.members() if n is not None and n.work.generation == view.job.generation]

@@ -259,12 +259,13 @@ def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | Non
         step = checkpointing.ahead(view, reporting, DRAIN_AHEAD)
         return (Drain(step, cause, deadline, regroup.following(view, cause), reason),)
     # This generation has completed no step, so a restart loses no work. Growth waits for the first step. So do workers
-    # that have regrouped, if there is time: otherwise the next generation would have new workers.
+    # that have regrouped, if there is time. If a notice leaves no time, the others leave and regroup again. In other
+    # cases, the next generation has new workers.
     limit = (regroup.time_to_join(job) if leaving else TIMEOUTS.regroup) + 2 * (job.progress.pace or job.pace)
     late = view.now - job.ordered_at > limit or (leaving is not None and view.now >= leaving.last)
-    if cause.kind == "grow" or (job.regrouping and cause.kind != "stop" and not late):
+    if cause.kind == "grow" or (job.no_step_since_regroup and cause.kind != "stop" and not late):
         return ()
-    if job.regrouping and cause.kind == "preempt" and regroup.could_leave(view, cause.node.split(", ")):
+    if job.no_step_since_regroup and cause.kind == "preempt" and regroup.could_leave(view, cause.node.split(", ")):
         return (Release(cause.node, cause.kind, reason),)  # then the others go on without it
     return _restart(view, cause)
 

@@ -126,24 +126,27 @@ def must_release(view: View, gone: dict[str, str]) -> bool:
     Workers do not notice that a peer is silent. The head does not always know this either: the machine may have been
     replaced under the same name before the head found it silent, or it has never reported to this head, which is new.
     In both cases, `View.members` has None for the machine. If such a machine is gone, it counts as silent. Workers on
-    GPUs may not notice that a peer is gone either: a collective of NCCL waits for it. Neither do workers that form a
-    process group: those of a regroup may do that until the first step.
+    GPUs may not notice that a peer is gone: a collective of NCCL waits for it. Workers that form a process group do not
+    notice it either. After a regroup, the head does not know until the first step whether they still form it.
     """
     unseen = {member.node for member, node in zip(view.job.members, view.members(), strict=True) if node is None}
     late = list(_late(view, _survivors(view, gone)))
     quiet = "silent" in gone.values() or not unseen.isdisjoint(gone) or any(node.work.needs_release for node in late)
-    return (quiet or view.job.regrouping) and view.job.released is None and bool(late)
+    return (quiet or view.job.no_step_since_regroup) and view.job.released is None and bool(late)
 
 
 def could_leave(view: View, leaving: Collection[str] = ()) -> bool:
-    """Whether workers of a member could leave the generation now, and go on in another one. leaving: other members."""
+    """Whether workers of a member could leave the generation now, and go on in another one.
+
+    leaving: members that do not count, because they will be gone.
+    """
     return any(_late(view, _survivors(view, leaving)))
 
 
 def awaited(view: View, gone: dict[str, str]) -> bool:
     """Whether survivors will soon wait. They notice the end of a peer a moment before or after the head does.
 
-    A new head first waits until all of them have reported.
+    A new head first waits until all of them have reported, but no longer than agents need to find it.
     """
     if _may_report(view, {*gone, *(view.job.released.node.split(", ") if view.job.released else ())}):
         return True
@@ -183,14 +186,15 @@ def _late(view: View, survivors: list[Node]) -> Iterator[Node]:
 def failed(view: View, node: Node) -> bool:
     """Whether a member could not join the generation without a restart, or not in time.
 
-    While another member may be lost, that explains it. A new head does not know that until all members have reported.
+    A failed collective does not count while another member may still turn out to be lost. A new head first waits until
+    agents have had time to find it.
     """
     job, work, failure = view.job, node.work, node.work.failure
-    if not job.regrouping:
+    if not job.no_step_since_regroup:
         return False
     if work.generation == job.generation and work.phase == "failed":
-        alone = failure is not None and failure.kind == "peer" and not may_be_lost(view, failure.at)
-        return alone and not view.blind()
+        unexplained = failure is not None and failure.kind == "peer" and not may_be_lost(view, failure.at)
+        return unexplained and not view.blind()
     waited = view.now - max(job.ordered_at, view.awake_since)
     restored = work.generation == job.generation and work.phase != "starting"
     return not restored and waited > time_to_join(job)
