@@ -68,9 +68,7 @@ class Job:
 
     def hold_first_step(self, generation: int) -> None:
         """In generations after this one, have workers wait in their first step, before they exchange gradients."""
-        partial = self.out / "hold.part"
-        partial.write_text(str(generation))
-        partial.replace(self.out / "hold")
+        self._say("hold", generation)
 
     def let_first_step_go(self) -> None:
         """Undo `hold_first_step`."""
@@ -78,9 +76,13 @@ class Job:
 
     def step(self, seconds: float) -> None:
         """From now on, each slow step takes so long."""
-        partial = self.out / "step.part"
-        partial.write_text(str(seconds))
-        partial.replace(self.out / "step")
+        self._say("step", seconds)
+
+    def _say(self, name: str, value: float) -> None:
+        """Write a file that the script reads, whole or not at all."""
+        partial = self.out / f"{name}.part"
+        partial.write_text(str(value))
+        partial.replace(self.out / name)
 
 
 class Harness:

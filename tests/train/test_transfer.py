@@ -153,6 +153,23 @@ def test_cuda_a_state_goes_from_device_to_device(listener: Listener, passed_on: 
         assert all(each.equal(state[name]) for name, each in into.items())
 
 
+def test_a_transfer_does_without_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver may refuse to lock more. Here, there is no driver."""
+    empty, asked = torch.empty, list[bool]()
+
+    def refuse(*sizes: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    buffer = transfer._host_memory(10, locked=True)
+    assert asked == [True, False]
+    assert (buffer.nbytes, buffer.is_pinned()) == (10, False)
+    transfer.reserve()
+
+
 def test_damage_is_noticed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     fill = streams.fill
 

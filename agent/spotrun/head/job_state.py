@@ -306,10 +306,10 @@ def in_doubt(job: JobState, cause: Cause | None) -> bool:
     """
     if job.current is None:
         return job.new_workers
-    kinds = cause.kind.split("+") if cause is not None else []
+    kinds = set(cause.kind.split("+")) if cause is not None else set()
     if job.no_step_since_regroup:
-        return not kinds or not LOSSES.issuperset(kinds)
-    return not FAILURES.isdisjoint(kinds)
+        return not kinds or not kinds <= LOSSES
+    return bool(kinds & FAILURES)
 
 
 def _begin(job: JobState, current: Generation, now: float) -> JobState:

@@ -54,8 +54,7 @@ def _compute(device: torch.device, dtype: torch.dtype, convolves: bool) -> None:
         bias = torch.ones(64, dtype=dtype, device=device, requires_grad=True)
         found = functional.linear(functional.relu(functional.linear(first, second, bias)), second, bias)
         if convolves:
-            found = (
-                found + functional.conv2d(image.view(1, 1, 64, 64), second[:3, :3].view(1, 1, 3, 3), padding=1)[0, 0]
-            )
+            kernel = second[:3, :3].reshape(1, 1, 3, 3)
+            found = found + functional.conv2d(image.view(1, 1, 64, 64), kernel, padding=1)[0, 0]
         loss = functional.cross_entropy(found.float(), torch.zeros(64, dtype=torch.int64, device=device))
         torch.autograd.grad(loss, [first, second, bias, image], allow_unused=True)

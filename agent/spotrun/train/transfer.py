@@ -123,7 +123,8 @@ class Buffers:
             start, stop = max(entry.start, piece.start), min(entry.stop, piece.stop)
             if stop > start and (tensor.is_cuda or not _is_alone(entry)):
                 part = _bytes(tensor)[start - entry.start : stop - entry.start]
-                beside = tensor.is_cuda and buffer.is_pinned()  # torch keeps it until the device has read it
+                # torch keeps locked memory until the device has read it.
+                beside = tensor.is_cuda and buffer.is_pinned()
                 part.copy_(buffer[start - piece.start : stop - piece.start], non_blocking=beside)
 
 

@@ -129,8 +129,7 @@ def must_release(view: View, gone: dict[str, str]) -> bool:
     GPUs may not notice that a peer is gone: a collective of NCCL waits for it. Workers that form a process group do not
     notice it either. After a regroup, the head does not know until the first step whether they still form it.
     """
-    unseen = {member.node for member, node in zip(view.job.members, view.members(), strict=True) if node is None}
-    late = list(_late(view, _survivors(view, gone)))
+    late, unseen = list(_late(view, _survivors(view, gone))), _unseen(view)
     quiet = "silent" in gone.values() or not unseen.isdisjoint(gone) or any(node.work.needs_release for node in late)
     return (quiet or view.job.no_step_since_regroup) and view.job.released is None and bool(late)
 
@@ -168,8 +167,12 @@ def awaited(view: View, gone: dict[str, str]) -> bool:
 
 def _may_report(view: View, lost: set[str]) -> bool:
     """Whether this head is new, and a member that is not lost may still report to it."""
-    unseen = {member.node for member, node in zip(view.job.members, view.members(), strict=True) if node is None}
-    return view.blind() and not unseen <= lost
+    return view.blind() and not _unseen(view) <= lost
+
+
+def _unseen(view: View) -> set[str]:
+    """The members whose machines have not reported to this head."""
+    return {member.node for member, node in zip(view.job.members, view.members(), strict=True) if node is None}
 
 
 def _survivors(view: View, gone: Collection[str]) -> list[Node]:
