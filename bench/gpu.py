@@ -231,21 +231,20 @@ def _exact(rank: int, port: int, folder: str, turns: int, results: Any) -> None:
     import torch
 
     import spotrun
-    from spotrun.train import failures
 
     prepare(folder, port, interval=1 << 40, rank=rank, world=2, exact=True)
     run = spotrun.init()
     loop = under_spotrun(*SMALL, run)
     next(loop)
     boundary = run._boundary
-    kinds = (failures.check, None), (boundary.await_collectives, boundary._noted)
-    if boundary._exactness is None or boundary._noted is None:
+    kinds = (None, None), (boundary.exactness, boundary._noted)
+    if boundary.exactness is None or boundary._noted is None:
         raise SystemExit("the job is not exact")
     found = []
     for number in range(WARM + turns):
         turn = [0.0, 0.0]
         for kind in (number % 2, 1 - number % 2):
-            boundary.await_collectives, boundary._noted = kinds[kind]
+            boundary.exactness, boundary._noted = kinds[kind]
             turn[kind] = seconds_of(loop)
         found.append(turn)
     results.put(found[WARM:])

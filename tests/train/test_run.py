@@ -26,7 +26,7 @@ from bench.processes import STANDALONE
 from spotrun.errors import SpotrunError
 from spotrun.state import points, slots
 from spotrun.state.control import EXIT_PEER, Context, Control
-from spotrun.train import boundary, distributed, failures, metrics
+from spotrun.train import distributed, failures, metrics, schedule
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +66,7 @@ def test_odd_numbers_that_plain_scripts_may_use(alone: Path) -> None:
 
 def test_the_last_snapshot_is_tried_again(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, the job's result would be an older state."""
-    monkeypatch.setattr(boundary, "AGAIN", 0.0)
+    monkeypatch.setattr(schedule, "AGAIN", 0.0)
     run = spotrun.init()
     model = run.ddp(nn.Linear(2, 2))
     run.track(model=model)

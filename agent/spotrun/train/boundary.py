@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from spotrun.errors import SpotrunError
 from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE, NONE, Context, Control
 from spotrun.state.points import Header, is_substitute
 from spotrun.train import collectives, distributed, failures, first_use, optimizer_state
@@ -26,14 +25,13 @@ from spotrun.train.profiling import Profiling
 from spotrun.train.regroup import Loop, Membership, agree_on_gradients
 from spotrun.train.restore import NOTHING, Found, Order, gather, restore
 from spotrun.train.rng import reseed
+from spotrun.train.sampler import ElasticSampler
 from spotrun.train.schedule import Snapshots
 from spotrun.train.training_state import TrainingState
 from spotrun.train.transfer import OwnState
 
 log = logging.getLogger(__name__)
 
-LAST = 60.0  # seconds for which the last snapshot is tried again
-AGAIN = 1.0  # seconds between two tries
 TOGETHER = 600.0  # seconds that workers on GPUs wait for each other, at most; the head has shorter limits for a drain
 LOGGED = 0.1  # seconds that a snapshot waits until what was logged before it is on the disk
 
@@ -62,14 +60,12 @@ class Boundary:
         self.snapshots = Snapshots(state, device, local_rank, models, self.clock, self._trouble)
         self._context, self._control, self._state = context, control, state
         self._device, self._local_rank, self._group, self._models = device, local_rank, group, models
-        self._rank = rank_and_world()[0]
-        self._membership = membership
+        self.sharing: list[Parallel] = []  # the models whose buffers are shared at the end of a step
+        self._rank, self._membership = rank_and_world()[0], membership
         self._own: Order = NOTHING  # the generation and the step of the state in this process, if it is whole
         self._live: OwnState | None = None  # that state, if others can have it from here
         self._noted: NotedState | None = None  # None: after a failure, the state comes from a snapshot
-        self._exactness: Exactness | None = None  # only on a GPU, in exact mode
-        self._unsure = False  # whether a message of this step may be wrong, because an abort has spoilt it
-        self.await_collectives: Callable[[], None] = failures.check  # raises an error if the step does not count
+        self.exactness: Exactness | None = None  # only on a GPU, in exact mode
         self._health = GroupHealth()
         self.loop = Loop(self._leave_loop)
         self.must_regroup = False  # whether this worker must join another generation before it goes on
@@ -99,11 +95,8 @@ class Boundary:
             if control.able == ABLE or (control.able == NEEDS_RELEASE and self._context.exact):
                 self._noted = NotedState.of(state.objects.values(), self._models, always=self._context.exact)
             if self._noted is not None and control.able == NEEDS_RELEASE:
-                self._exactness = Exactness.of(self._device)
-                if self._exactness is not None:
-                    self.await_collectives = self._exactness.wait
-                else:
-                    self._noted = None
+                self.exactness = Exactness.of(self._device)
+                self._noted = None if self.exactness is None else self._noted
             if self._noted is None and self._context.exact:
                 log.warning("exact: true does not help this script: after a death, the newest snapshot counts")
         if self._context.warm_up:
@@ -118,14 +111,39 @@ class Boundary:
             self.snapshots.prepare(self._context, control, new=found is None)
         self._tell_restored(control, found)
 
-    def end_step(self) -> None:
-        """Tell the agent that a step has ended, take a snapshot if one is due, and leave if the agent says so."""
-        control, step = self._control, self._state.step
+    def check(self, whole: bool) -> None:
+        """Raise an error if the step under way does not count. whole: its collectives have begun; await them."""
+        if whole and self.exactness is not None:
+            self.exactness.wait()
+        else:
+            failures.check()
+
+    def end_step(self, sampler: ElasticSampler | None, position: int) -> None:
+        """Count the step, unless a collective has failed, and move the sampler or the state to this position.
+
+        Tell the agent, take a snapshot if one is due, and leave if the agent says so.
+        """
+        control, state = self._control, self._state
+        try:
+            for model in self.sharing:
+                model.share_buffers()
+            if failures.void or self.exactness is not None:
+                self.check(whole=True)
+        except Exception as error:
+            if not self.void_if_a_peer_fails.handle(error):
+                raise
+            return
+        state.step = step = state.step + 1
+        if sampler is None:
+            state.consumed = position
+        else:
+            sampler.position = position
         if control is None:
             return
         stop_at, snapshot_at, profile = self.clock.tick(control, step)
         draining = step == stop_at
-        self._note()
+        if self._noted is not None:
+            self._noted.end_step(step, self.clock.step_seconds)
         try:
             self.snapshots.end_step(draining or step == snapshot_at, alone=draining)
         except Exception as error:
@@ -173,24 +191,15 @@ class Boundary:
                 if not failures.is_peer_failure(failed):
                     raise
                 if not isinstance(failed, NotBegun):
-                    if not self._membership.survives and (self._exactness is None or self._own == NOTHING):
+                    if not self._membership.survives and (self.exactness is None or self._own == NOTHING):
                         self._end(failed)
                     error, self._doubt = failed, True
 
     def finish(self, begun: bool) -> None:
         """Snapshot the finished state, and wait until the snapshot is committed. begun: whether the loop had epochs."""
         self._finished = self._state.step if begun else self._finished
-        deadline = time.monotonic() + LAST
-        while True:
-            with self.exit_if_a_peer_fails:
-                self.snapshots.end_step(forced=True, alone=True)
-            self.settle()
-            step, writer = self._state.step, self.snapshots.writer
-            if writer is None or (writer.newest_step == step and not writer.dropped):
-                return
-            if time.monotonic() > deadline:
-                raise SpotrunError(f"the last state, of step {step}, could not be kept: the warnings above say why")
-            time.sleep(AGAIN)  # without it the job's result would be an older state
+        with self.exit_if_a_peer_fails:
+            self.snapshots.finish()
 
     def settle(self) -> None:
         """Wait until the snapshot under way is committed, or this worker's part of it is copied."""
@@ -244,17 +253,10 @@ class Boundary:
         """The script gives these to a collective of this name."""
         if self._noted is not None:
             self._noted.check_collective(values)
-        if self._exactness is not None and name in collectives.MESSAGES:
-            self._unsure = True
-            self._exactness.messages += 1
-
-    def _note(self) -> None:
-        """Note the state of the step that has ended, if that pays."""
-        if self._noted is not None:
-            self._noted.note_if_it_pays(self._state.step, self.clock.step_seconds)
-            if self._unsure:
-                self._noted.forget()
-            self._unsure = False
+        if self.exactness is not None and name in collectives.MESSAGES:
+            self.exactness.messages += 1
+            if self._noted is not None:
+                self._noted.unsure = True
 
     def _keep(self, context: Context, error: BaseException | None) -> None:
         """Find out whether this process has a whole state, and whether it can give it to others.
@@ -269,7 +271,7 @@ class Boundary:
         if error is not None and (self._noted is None or not self._noted.put_back(state.step)):
             return
         self._own = (context.generation, state.step)
-        if self._membership is None or not (self._membership.survives or (self._exactness is not None and error)):
+        if self._membership is None or not (self._membership.survives or (self.exactness is not None and error)):
             return
         self._live = OwnState.of(context.job, self._own, state)
 
@@ -295,7 +297,7 @@ class Boundary:
                 parameter.grad = None
         equal = found is not None and set(map(id, self._models)) <= set(map(id, state.objects.values()))
         self.snapshots.guard_copies()
-        if not equal and self._exactness is not None:  # DDP sends all models: an abort may spoil them
+        if not equal and self.exactness is not None:  # DDP sends all models: an abort may spoil them
             self._drop_own()
         agree_on_gradients(self._models, self._group)
         for model in self._models:
@@ -310,20 +312,19 @@ class Boundary:
             self.snapshots.renew(context.generation)
         distributed.synchronize(self._device)  # DDP's constructor may have had collectives
         failures.check()
-        self.await_collectives()
+        self.check(whole=True)
         self._tell_restored(control, found)
         self._live = None  # it may have copies of tensors
 
     def _find(self, context: Context, live: OwnState | None = None) -> Found | None:
         """The state to continue from. Every rank must call this. live: that of this process, if it is whole."""
-        if self._exactness is not None:
-            self._exactness.renew(self._group)
-        able = self._exactness is not None or (self._membership is not None and self._membership.survives)
+        if self.exactness is not None:
+            self.exactness.renew(self._group)
+        able = self.exactness is not None or (self._membership is not None and self._membership.survives)
         if context.exact and not all(each[0] for each in gather([int(able)], self._group)):
-            if self._exactness is not None:
+            if self.exactness is not None:
                 log.warning("exact: true has no effect: not every worker can wait for the others")
-            self._exactness = self._noted = None  # a rank cannot wait for one that does not
-            self.await_collectives = failures.check
+            self.exactness = self._noted = None  # a rank cannot wait for one that does not
         writer = self.snapshots.writer
         trusted = max(writer.written, self._own) if writer is not None and not self._doubt else NOTHING
         # An object that changes what it loads would damage the snapshot.
@@ -360,9 +361,8 @@ class Boundary:
         kept = found is not None and (found.kept or (writer is not None and writer.written == found.record.order))
         control.begun = control.copied = control.committed = step if kept else NONE
         self.snapshots.begin(snapshot_soon=not kept and found is not None and found.tensors is None)
-        self._unsure = False
-        if self.loop.inside:
-            self._note()
+        if self._noted is not None:
+            self._noted.begin(self._state.step, self.clock.step_seconds, inside=self.loop.inside)
         self.clock.begin()
         control.restored = time.time()
         control.base = control.step = self._state.step

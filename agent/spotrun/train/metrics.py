@@ -277,29 +277,34 @@ def _numbers(call: _Waiting) -> dict[str, float]:
 
 
 class Clock:
-    """Measures steps. step_seconds: of a usual step, without snapshots; 0 until two steps are done."""
+    """Measures steps.
+
+    step_seconds: of a usual step, without snapshots; 0 until two steps are done. samples: of the step under way.
+    due_at: when its first gradients were due; from then on, this worker may wait for others. 0: not yet.
+    """
 
     def __init__(self) -> None:
         self.step_seconds = 0.0
         self.samples = 0
+        self.due_at = 0.0
         self._resumed = time.monotonic()
-        self._alone: float | None = None  # seconds of this step before its first gradients were due; None: not yet
         self._ticks = 0
         self.begin()
 
     def begin(self) -> None:
         """A generation begins: what the control block has counts from here."""
         self._stepped = False
-        self._stepping = self._alone_sum = 0.0  # sums of seconds, as `stepping` and `alone` of the control block
+        self._stepping = self._alone = 0.0  # sums of seconds, as those of the control block
         self._seen = 0
 
     def tick(self, control: Control, step: int) -> tuple[int, int, int]:
         """A step is done: report its number, its time, its duration and its samples. See `Control.end_step`."""
-        now, took = time.time(), time.monotonic() - self._resumed
+        now, ended = time.time(), time.monotonic()
+        took = ended - self._resumed
         self._seen += self.samples
         self.samples = 0
         self._stepping += took
-        self._alone_sum += took if self._alone is None else self._alone
+        self._alone += (self.due_at or ended) - self._resumed
         # Moving average over about five steps, without the first: it pays for lazy set-up.
         if self._ticks:
             self.step_seconds += (took - self.step_seconds) * (0.2 if self.step_seconds else 1.0)
@@ -307,13 +312,8 @@ class Clock:
         if not self._stepped:
             self._stepped = True
             control.stepped_first = now
-        return control.end_step(step, now, self._seen, self._stepping, self._alone_sum)
+        return control.end_step(step, now, self._seen, self._stepping, self._alone)
 
     def resume(self) -> None:
         """The next step begins."""
-        self._resumed, self._alone = time.monotonic(), None
-
-    def part(self) -> None:
-        """The gradients of this step are due: from here on, this worker may wait for others."""
-        if self._alone is None:
-            self._alone = time.monotonic() - self._resumed
+        self._resumed, self.due_at = time.monotonic(), 0.0

@@ -65,6 +65,7 @@ class NotedState:
     def __init__(self, objects: Collection[Stateful], models: Sequence[Parallel], always: bool = False) -> None:
         self._always = always
         self._lost = False  # whether an object of the script is not what it seems
+        self.unsure = False  # whether a message of this step may be wrong, because an abort has spoilt it
         self._seconds = math.inf  # that a note takes
         self._skipped = 0  # steps since the last note
         self._places: set[int] | None = None  # where the memory of the noted tensors is; None: not known yet
@@ -83,6 +84,19 @@ class NotedState:
         self._groups: list[dict[str, Any]] = []
         self._fields: list[dict[str, Any]] = []
         self._scales: list[list[Any]] = []
+
+    def begin(self, step: int, step_seconds: float, inside: bool) -> None:
+        """A generation begins with this step. inside: the script is in its loop over steps."""
+        self.unsure = False
+        if inside:
+            self.end_step(step, step_seconds)
+
+    def end_step(self, step: int, step_seconds: float) -> None:
+        """A step has ended: note the state, if that pays, and if it is known to be right."""
+        self.note_if_it_pays(step, step_seconds)
+        if self.unsure:
+            self.unsure = False
+            self.forget()
 
     def note_if_it_pays(self, step: int, step_seconds: float) -> None:
         """Note the state, unless that takes too large a part of a step. step_seconds: of a usual step; 0: unknown."""

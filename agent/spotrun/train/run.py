@@ -32,8 +32,9 @@ from spotrun.train.distributed import (
 from spotrun.train.encoding import Stateful
 from spotrun.train.parallel import Parallel, include_unfrozen
 from spotrun.train.regroup import Membership
-from spotrun.train.rng import reseed
+from spotrun.train.rng import reseed, seed_all
 from spotrun.train.sampler import ElasticSampler, when_asked
+from spotrun.train.seeds import Seeded, Seeds
 from spotrun.train.training_state import TrainingState
 
 MOST = 1 << 53  # steps of a job that are told: whole numbers up to here are exact in JSON
@@ -95,6 +96,7 @@ class Run:
         self.local_rank, self.device = local_rank, device
         self._control = control  # only under spotrun
         self._state = TrainingState(seed)
+        self._seeds = Seeds()
         self._models: list[Parallel] = []
         self._membership: Membership | None = None  # only under spotrun
         if context is not None and control is not None:
@@ -102,6 +104,7 @@ class Run:
         self._boundary = Boundary(
             context, control, self._state, device, local_rank, cpu_group(device), self._models, self._membership
         )
+        self._clock = self._boundary.clock
         self._epochs = 1
         self._ended = -1  # epochs of the loops over epochs that have ended; -1: none has
         self._stepped: int | None = None  # the epoch in which steps() was called
@@ -175,8 +178,10 @@ class Run:
         """The module on `run.device`. Its gradients are averaged over the workers. `options` go to DDP."""
         self._see_collective("run.ddp", ())
         with self._boundary.exit_if_a_peer_fails:
-            self._models.append(Parallel(module, self.device, **options))
-        return self._models[-1]
+            self._models.append(model := Parallel(module, self.device, **options))
+        if model.shares_buffers:
+            self._boundary.sharing.append(model)
+        return model
 
     def track(self, **objects: Stateful) -> None:
         """Name the objects that make up the training state. If a state is saved, load it into these objects now.
@@ -218,18 +223,19 @@ class Run:
         the optimizer when `run.completes_step`. A step left by `break` does not count.
         """
         self._check_steps(loader)
-        boundary, state, on_cpu = self._boundary, self._state, self.device.type == "cpu"
-        boundary.clock.resume()
+        boundary, clock, on_cpu = self._boundary, self._clock, self.device.type == "cpu"
+        clock.resume()
         with boundary.loop, boundary.snapshots.guard or nullcontext():  # later code may change the state in any way
             feed = self._feed(loader, accumulate)
-            while (current := next(feed, None)) is not None:
+            while (seeded := next(feed, None)) is not None:
+                current, value, bits = seeded
                 self._batch = current
-                reseed(state.seed, state.step, current.number, self.rank)
+                seed_all(value, bits)
                 batch = self._ahead.pop() if self._ahead else next(self._iterator, _END)
                 if batch is _END:
                     break
-                for model in self._models:
-                    model.exchange(current.last)
+                if accumulate > 1:
+                    self._exchange(current.last)
                 self._inside = True
                 try:
                     yield batch if on_cpu else batches.to_device(batch, self.device)
@@ -238,9 +244,9 @@ class Run:
                     raise
                 finally:
                     self._inside = False
-                boundary.clock.samples += current.samples
+                clock.samples += current.samples
                 if current.last and not boundary.must_regroup:
-                    self._end_step()
+                    boundary.end_step(self._sampler, current.end)
                 if boundary.must_regroup:
                     feed = self._regroup(loader, accumulate)
         boundary.profiling.end_loop()
@@ -256,15 +262,16 @@ class Run:
         here. The same holds for the script's own collectives in a step. Without spotrun, the process group's error is
         raised instead.
         """
-        weight, boundary = self._batch.weight, self._boundary
-        boundary.clock.part()
+        batch, boundary, clock = self._batch, self._boundary, self._clock
+        clock.due_at = clock.due_at or time.monotonic()
         try:
-            (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
-            (boundary.await_collectives if self._batch.last else failures.check)()
+            (loss if batch.weight == 1 else loss * batch.weight).backward()  # type: ignore[no-untyped-call]
+            if failures.void or boundary.exactness is not None:
+                boundary.check(batch.last)
         except Exception as error:
             if not boundary.void_if_a_peer_fails.handle(error):
                 raise
-        if self._batch.last and (guard := boundary.snapshots.guard) is not None:
+        if batch.last and (guard := boundary.snapshots.guard) is not None:
             guard()
 
     def log(self, **values: Any) -> None:
@@ -316,29 +323,16 @@ class Run:
             self._membership.restarts(f"the script calls {name} after run.track, and before run.steps in an epoch")
         self._boundary.see_collective(name, values)
 
-    def _regroup(self, loader: Any, accumulate: int) -> Iterator[batches.Batch]:
+    def _exchange(self, on: bool) -> None:
+        for model in self._models:
+            model.exchange(on)
+
+    def _regroup(self, loader: Any, accumulate: int) -> Iterator[Seeded]:
         """Join the next generation, and describe the batches that the loader gives from there on."""
         self._boundary.regroup()
         self.rank, self._world_size = rank_and_world()
-        self._boundary.clock.resume()
+        self._clock.resume()
         return self._feed(loader, accumulate)
-
-    def _end_step(self) -> None:
-        try:
-            for model in self._models:
-                if model.shares_buffers:
-                    model.share_buffers()
-            self._boundary.await_collectives()
-        except Exception as error:
-            if not self._boundary.void_if_a_peer_fails.handle(error):
-                raise
-            return
-        self._state.step += 1
-        if self._sampler is None:
-            self._state.consumed = self._batch.end
-        else:
-            self._sampler.position = self._batch.end
-        self._boundary.end_step()
 
     def _check_steps(self, loader: Any) -> None:
         if self._stepped == self.epoch:
@@ -357,9 +351,14 @@ class Run:
             raise SpotrunError("run.steps before run.track(…): nothing is tracked, so no state can be saved")
         batches.check(loader, self._state.objects.values())
 
-    def _feed(self, loader: Any, accumulate: int) -> Iterator[batches.Batch]:
+    def _feed(self, loader: Any, accumulate: int) -> Iterator[Seeded]:
         """Start the loader at the restored position, and describe the batches that it will give."""
+        described = self._describe(loader, accumulate)
+        return self._seeds.along(described, self._state.seed, self.step, self.rank)
+
+    def _describe(self, loader: Any, accumulate: int) -> Iterator[batches.Batch]:
         self._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
+        self._exchange(True)  # a loop that accumulates may have ended before
         self._sampler = sampler = batches.sampler_of(loader)
         size = getattr(loader, "batch_size", None) or 1
         if sampler is None:

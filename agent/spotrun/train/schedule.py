@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from spotrun.errors import SpotrunError
 from spotrun.state.control import NONE, Context, Control
 from spotrun.train import failures
 from spotrun.train.copy_guard import CopyGuard
@@ -22,6 +24,8 @@ from spotrun.train.training_state import TrainingState
 
 log = logging.getLogger(__name__)
 
+LAST = 60.0  # seconds for which the last snapshot is tried again
+AGAIN = 1.0  # seconds between two tries
 STALL_SHARE = 0.01  # share of training time that adaptive snapshots may cost
 
 
@@ -118,6 +122,19 @@ class Snapshots:
             self._take(writer, beside(), False, alone)
         elif self._base == step - 1:
             writer.make_room(self._state.encode)  # the first step has made the optimizer's state
+
+    def finish(self) -> None:
+        """Wait until a snapshot of the finished state is committed."""
+        deadline = time.monotonic() + LAST
+        while True:
+            self.end_step(forced=True, alone=True)
+            self.settle()
+            step, writer = self._state.step, self.writer
+            if writer is None or (writer.newest_step == step and not writer.dropped):
+                return
+            if time.monotonic() > deadline:
+                raise SpotrunError(f"the last state, of step {step}, could not be kept: the warnings above say why")
+            time.sleep(AGAIN)  # without it the job's result would be an older state
 
     def has_begun(self, step: int) -> bool:
         """False if this worker takes the node's snapshots, and has not begun that of this step."""
