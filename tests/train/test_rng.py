@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import torch
 
-from spotrun.train.batches import Batch
+from spotrun.train import batches
 from spotrun.train.rng import reseed, seed_all
-from spotrun.train.seeds import AT_ONCE, Seeds
 
 
 def draws() -> tuple[float, ...]:
@@ -61,41 +59,12 @@ def test_a_script_may_give_numpy_another_generator() -> None:
         chosen.set_bit_generator(own)
 
 
-def described(count: int) -> Iterator[Batch]:
-    """Steps of two batches."""
-    return (Batch(1.0, bool(at % 2), at, 1, at % 2) for at in range(count))
-
-
-def test_prepared_seeds_give_the_same_numbers() -> None:
-    chosen: Any = numpy.random
-    own = chosen.get_bit_generator()
-    count = 2 * AT_ONCE + 6  # a generator is used again
-    for seeds, first in ((Seeds(), 7), (one := Seeds(), 9), (one, 9)):
-        reseed("before")
-        numpy.random.randn()  # numpy keeps the second normal number of two
-        for at, (batch, value, bits) in enumerate(seeds.along(described(count), 5, first, 3)):
-            seed_all(value, bits)
-            found = draws(), draws()
-            reseed(5, first + at // 2, batch.number, 3)
-            assert found == (draws(), draws())
-        assert at == count - 1
-    chosen.set_bit_generator(own)
-
-
-def test_prepared_seeds_leave_a_generator_of_the_script_in_place() -> None:
-    chosen: Any = numpy.random
-    own = chosen.get_bit_generator()
-    found = {}
-    try:
-        for kind in (numpy.random.MT19937, numpy.random.PCG64):
-            mine = kind(3)
-            for _, value, bits in Seeds().along(described(4), 5, 0, 0):
-                chosen.set_bit_generator(mine)  # in the step before
-                seed_all(value, bits)
-                assert chosen.get_bit_generator() is mine
-                found[kind, value] = draws()
-        reseed(5, 1, 0, 0)
-        assert draws() == found[numpy.random.PCG64, torch.initial_seed()]
-        assert len(set(found.values())) == len(found) == 8
-    finally:
-        chosen.set_bit_generator(own)
+def test_the_seeds_of_batches_are_those_of_their_steps() -> None:
+    count = 2 * batches.AT_ONCE + 6
+    described = (batches.Batch(1.0, bool(at % 2), at, 1, number=at % 2) for at in range(count))  # two in a step
+    for at, (batch, value) in enumerate(batches.with_seeds(described, seed=5, step=7, rank=3)):
+        seed_all(value)
+        found = draws()
+        reseed(5, 7 + at // 2, at % 2, 3)
+        assert (batch.end, found) == (at, draws())
+    assert at == count - 1

@@ -37,7 +37,7 @@ LOGGED = 0.1  # seconds that a snapshot waits until what was logged before it is
 
 
 class Boundary:
-    """What a worker does between two steps. Without spotrun (context and control are None) it does nothing.
+    """What a worker does between two steps. Without spotrun (context and control are None), it only counts.
 
     metrics: what the script logs. clock: measures steps. profiling: records some steps, if an operator asks for it.
     snapshots: this worker's part in them. models: what `run.ddp` made.
@@ -121,7 +121,7 @@ class Boundary:
     def end_step(self, sampler: ElasticSampler | None, position: int) -> None:
         """Count the step, unless a collective has failed, and move the sampler or the state to this position.
 
-        Tell the agent, take a snapshot if one is due, and leave if the agent says so.
+        Tell the agent that it has ended, take a snapshot if one is due, and leave if the agent says so.
         """
         control, state = self._control, self._state
         try:

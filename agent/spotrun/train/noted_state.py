@@ -92,7 +92,7 @@ class NotedState:
             self.end_step(step, step_seconds)
 
     def end_step(self, step: int, step_seconds: float) -> None:
-        """A step has ended: note the state, if that pays, and if it is known to be right."""
+        """A step has ended: note the state, if that pays. If it may be wrong, forget it."""
         self.note_if_it_pays(step, step_seconds)
         if self.unsure:
             self.unsure = False

@@ -34,7 +34,6 @@ from spotrun.train.parallel import Parallel, include_unfrozen
 from spotrun.train.regroup import Membership
 from spotrun.train.rng import reseed, seed_all
 from spotrun.train.sampler import ElasticSampler, when_asked
-from spotrun.train.seeds import Seeded, Seeds
 from spotrun.train.training_state import TrainingState
 
 MOST = 1 << 53  # steps of a job that are told: whole numbers up to here are exact in JSON
@@ -96,7 +95,6 @@ class Run:
         self.local_rank, self.device = local_rank, device
         self._control = control  # only under spotrun
         self._state = TrainingState(seed)
-        self._seeds = Seeds()
         self._models: list[Parallel] = []
         self._membership: Membership | None = None  # only under spotrun
         if context is not None and control is not None:
@@ -227,10 +225,10 @@ class Run:
         clock.resume()
         with boundary.loop, boundary.snapshots.guard or nullcontext():  # later code may change the state in any way
             feed = self._feed(loader, accumulate)
-            while (seeded := next(feed, None)) is not None:
-                current, value, bits = seeded
+            while (coming := next(feed, None)) is not None:
+                current, value = coming
                 self._batch = current
-                seed_all(value, bits)
+                seed_all(value)
                 batch = self._ahead.pop() if self._ahead else next(self._iterator, _END)
                 if batch is _END:
                     break
@@ -327,7 +325,7 @@ class Run:
         for model in self._models:
             model.exchange(on)
 
-    def _regroup(self, loader: Any, accumulate: int) -> Iterator[Seeded]:
+    def _regroup(self, loader: Any, accumulate: int) -> Iterator[tuple[batches.Batch, int]]:
         """Join the next generation, and describe the batches that the loader gives from there on."""
         self._boundary.regroup()
         self.rank, self._world_size = rank_and_world()
@@ -351,10 +349,10 @@ class Run:
             raise SpotrunError("run.steps before run.track(…): nothing is tracked, so no state can be saved")
         batches.check(loader, self._state.objects.values())
 
-    def _feed(self, loader: Any, accumulate: int) -> Iterator[Seeded]:
-        """Start the loader at the restored position, and describe the batches that it will give."""
+    def _feed(self, loader: Any, accumulate: int) -> Iterator[tuple[batches.Batch, int]]:
+        """Start the loader at the restored position, and describe the batches that it will give, with their seeds."""
         described = self._describe(loader, accumulate)
-        return self._seeds.along(described, self._state.seed, self.step, self.rank)
+        return batches.with_seeds(described, self._state.seed, self.step, self.rank)
 
     def _describe(self, loader: Any, accumulate: int) -> Iterator[batches.Batch]:
         self._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
