@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from spotrun.head.costs import job_totals
-from spotrun.head.job_state import Action, Cause, Drain, EndGeneration, Progress, Release, Save, Start, apply
+from spotrun.head.job_state import Action, Cause, Drain, EndGeneration, Progress, Release, Start, apply
 from spotrun.head.orders import JobOrders
 from spotrun.head.planner.plan import plan
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
-from spotrun.wire import Bundle, StateRef, Worker
+from spotrun.wire import Bundle, Worker
 from tests.head.views import NOW, A, B, C, D, failed, failure, job, node, notice, spare, spec, start, view
 
 KILL, SILENT = (Cause(kind=kind, node=B) for kind in ("kill", "silent"))
@@ -274,22 +274,6 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
             warming(D, since=NOW - 601),
         ),
         (start(A, C, D),),
-    ),
-    "between two generations, a new head does not wait for a machine that was replaced": (
-        view(
-            apply(able(A, B, C, spec=FIXED), EndGeneration(KILL), NOW - 3),
-            *(waits(A), warm(B, boot="b2"), waits(C)),
-            awake_since=NOW - 2,
-        ),
-        (with_another(again(A, C, B)),),
-    ),
-    "it waits for one that may still report to it": (
-        view(
-            apply(able(A, B, C, spec=FIXED), EndGeneration(KILL), NOW - 3),
-            *(waits(A), warm(D), waits(C)),
-            awake_since=NOW - 2,
-        ),
-        (Save(StateRef(generation=1, step=48), holders=(A, C)),),
     ),
     "nobody waits for a node whose warm-up has failed": (
         view(able(A, B, C, spec=FIXED), waits(A), lost(B), waits(C), warming(D, regroup="failed")),

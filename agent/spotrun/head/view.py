@@ -304,8 +304,8 @@ class View:
 def _blind(view: View | FleetView, jobs: Iterable[JobState]) -> bool:
     if view.now - view.awake_since >= TIMEOUTS.rejoin:
         return False
-    known = {node.name for node in view.nodes}  # if another agent reports under a member's name, the member is gone
-    return any(member.node not in known for job in jobs for member in job.last)
+    known = {(node.name, node.report.boot) for node in view.nodes}
+    return any((member.node, member.boot) not in known for job in jobs for member in job.last)
 
 
 def _by_node(pairs: Iterable[tuple[str, T]]) -> dict[str, tuple[T, ...]]:
