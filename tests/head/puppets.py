@@ -318,7 +318,7 @@ def _job_report(puppet: Puppet, job: str, work: Work, now: float) -> JobReport:
     if stepping:
         phase = "drained" if work.drained else "succeeded" if work.done else "running" if work.base >= 0 else "starting"
         phase = "failed" if work.failure else phase
-    live = phase in ("starting", "running")
+    live = phase in ("starting", "running") or (puppet.regroups and stepping and work.waits)
     return JobReport.model_validate(
         {
             "job": job,

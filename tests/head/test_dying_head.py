@@ -141,3 +141,21 @@ async def restart_without(stage: Theatre, away: str, rounds: int) -> None:
     """The head dies. The agent of one node does not find the new head in so many rounds."""
     stage.restart_head()
     await stage.round(rounds, without={away})
+
+
+async def test_workers_that_wait_stay_until_a_new_head_sees_all_nodes(tmp_path: Path) -> None:
+    """They wait for a machine that comes, and their snapshot is not in the bucket. Their agents find it one by one."""
+    stage = Theatre(tmp_path, machines=3, regroups=True)
+    job = await stage.queue_job("a", 3)
+    await stage.round(20)
+    stage.kill("p-1")
+    while stage.state(job).current is not None:
+        await stage.round(without={"p-1"})
+    stage.restart_head()
+    for away in ({"p-1", "p-2"}, {"p-1"}):
+        await stage.round(5, without=away)
+        assert all(stage.puppets[name].work[job].running for name in ("p-0", "p-2")), away
+    await stage.round(int(TIMEOUTS.rejoin / ROUND) + 5)
+    begun = stage.state(job).current
+    assert begun is not None
+    assert (begun.regroup, len(begun.members)) == (True, 3)
