@@ -33,7 +33,7 @@ def reseed(*keys: int | str) -> None:
 
 
 def seed_all(value: int) -> None:
-    """Seed them with a derived seed."""
+    """Seed all of these generators with a value of `derive`."""
     _seed_python(value)
     _PYTHON.gauss_next = None
     try:
