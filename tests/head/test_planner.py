@@ -27,7 +27,7 @@ from spotrun.head.job_state import (
     apply,
 )
 from spotrun.head.planner.liveness import interrupted
-from spotrun.head.view import View
+from spotrun.head.view import Node, View
 from spotrun.wire import Member, Notice, StateRef
 from tests.head.views import (
     NOW,
@@ -61,6 +61,11 @@ def slow(silent: float, stepped: float) -> View:
     progress = Progress(base=0, step=50, stepped_at=NOW - stepped, pace=20.0)
     others = (node(name, stepped_at=NOW - stepped) for name in (A, C))
     return view(job(A, B, C, progress=progress), frozen(B, silent), *others)
+
+
+def cannot_join(*names: str) -> tuple[Node, ...]:
+    """Members of generation 2 that could not connect to the others, 2 s ago."""
+    return tuple(failed(n, "peer", at=NOW - 2, generation=2, reported_at=NOW) for n in names)
 
 
 CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
@@ -260,6 +265,18 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
             job(A, B, C),
             *(failed(n, "peer", at=NOW - 2, reported_at=NOW) for n in (A, B, C)),
         ),
+        (CountFailure(failure("peer", at=NOW - 2), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
+    ),
+    "a member that has not begun the generation does not report: it may be gone": (
+        view(job(A, B, C, generation=2, progress=Progress()), *cannot_join(A, C), spare(B, reported_at=NOW - 2.5)),
+        (),
+    ),
+    "it is silent: count no failure": (
+        view(job(A, B, C, generation=2, progress=Progress()), *cannot_join(A, C), spare(B, reported_at=NOW - 4)),
+        (start(A, C, cause=Cause(kind="silent", node=B)),),
+    ),
+    "it reports, and is not gone: count a failure": (
+        view(job(A, B, C, generation=2, progress=Progress()), *cannot_join(A, C), spare(B, reported_at=NOW)),
         (CountFailure(failure("peer", at=NOW - 2), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
     ),
     "the script has ended on a node while other nodes trained: the failure says so": (

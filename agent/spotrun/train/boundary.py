@@ -37,7 +37,7 @@ LOGGED = 0.1  # seconds that a snapshot waits until what was logged before it is
 
 
 class Boundary:
-    """What a worker does between two steps. Without spotrun (context and control are None), it only counts.
+    """What a worker does between two steps. Without spotrun (no context, no control), it counts and shares buffers.
 
     metrics: what the script logs. clock: measures steps. profiling: records some steps, if an operator asks for it.
     snapshots: this worker's part in them. models: what `run.ddp` made.
