@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spotrun.cloud.base import Advice, Said
@@ -409,6 +409,10 @@ demands_of = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(offers_of, demands_of)
+@example(  # the job uses the machine of one zone, and asks another zone for more
+    [offer("s", there=1, size=0, price=1.625), offer("o", zone="b", market="flex")],
+    job(min=1, max=3, pools=frozenset("so")),
+)
 def test_the_same_situation_has_the_same_placement(offers: list[Offer], demand: Demand) -> None:
     seen = Situation(NOW, tuple(offers), (demand,))
     first = place(seen)

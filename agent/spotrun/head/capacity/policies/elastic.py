@@ -93,7 +93,7 @@ def _ranked(job: Demand, found: list[Zone], before: Placement | None) -> list[Zo
     """
     ranked = sorted(found, key=lambda zone: (zone.hope < job.min, *(-each for each in _score(zone))))
     for zone in ranked[1:]:
-        asked = before is not None and bool(zone.pools & before.use)
+        asked = before is not None and any(zone.pools & need.pools for need in before.needs)
         if asked and sum(fit(job, offer) for offer in zone.offers) >= job.min and _similar(zone, ranked[0]):
             return [zone, *(other for other in ranked if other is not zone)]
     return ranked
