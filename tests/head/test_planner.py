@@ -279,6 +279,14 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         view(job(A, B, C, generation=2, progress=Progress()), *cannot_join(A, C), spare(B, reported_at=NOW)),
         (CountFailure(failure("peer", at=NOW - 2), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
     ),
+    "a new head has not seen a member, and its agents may take longer to find the head: it may be gone": (
+        view(
+            job(A, B, C, generation=2, progress=Progress(), spec=spec(heartbeat_timeout=8)),
+            *cannot_join(A, C),
+            awake_since=NOW - 12,
+        ),
+        (),
+    ),
     "the script has ended on a node while other nodes trained: the failure says so": (
         view(
             job(A, B, C),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,12 @@ CASES: dict[str, tuple[Demand, tuple[Offer, ...], set[str], dict[str, int]]] = {
         (offer("s", price=2.0), offer("t", zone="b", price=1.0)),
         {"t"},
         {"t": 4},
+    ),
+    "a zone has enough machines, and another one is a little cheaper: the one that has them": (
+        job(),
+        (offer("s", there=2, price=1.05), offer("t", zone="b", price=1.0)),
+        {"s"},
+        {"s": 4},
     ),
     "the best zone has too few machines: it goes on being asked, and the next one too": (
         job(),
@@ -405,6 +412,19 @@ demands_of = st.builds(
     cheapest=st.booleans(),
     members=st.dictionaries(st.sampled_from("stou"), st.integers(0, 3)),
 )
+
+
+def test_of_two_zones_that_were_asked_the_better_one_is_asked_on() -> None:
+    """Both lacked machines, and both have enough now. The agents of none of them have reported yet."""
+    before: Mapping[str, Placement] = {}
+    for here, there, more in ((1, 0, {"supply": "short"}), (4, 2, {})):
+        given = (
+            offer("s", there=here, size=4, price=1.0, **more),
+            offer("t", "b", there=there, size=4, price=1.05, **more),
+        )
+        offers = tuple(replace(each, usable=0) for each in given)
+        before = place(Situation(NOW, offers, (job(),)), before)
+    assert (before["j"].use, asked(before["j"])) == ({"s"}, {"s": 4})
 
 
 @settings(max_examples=300, deadline=None)

@@ -357,7 +357,7 @@ class Head:
                 needed = node.assigned and not job.ended_already
                 knows = needed or node.name in bound or keeps_state(seen, node)
                 if knows and node.name in nodes:
-                    # Until it is decided whose each device is, workers that wait keep theirs: the order ends no worker.
+                    # Until devices are given to jobs, waiting workers keep theirs. An order without devices ends them.
                     working = None if self.allocator.decided else node.work.devices or None
                     nodes[node.name][job.id] = node.devices if node.assigned else working
         self.agents.order(view.jobs, nodes, self.epoch, job_queue.left_alone(self))

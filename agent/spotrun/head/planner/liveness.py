@@ -29,11 +29,11 @@ def reports(view: View | FleetView, node: Node) -> bool:
 def may_be_lost(view: View, failed_at: float) -> bool:
     """Whether a member may still turn out to be lost, which would explain why a collective failed.
 
-    failed_at: when it failed. Every member gets time to report again after that, also one that has not begun the
-    generation. One that does not may be dead: then `interrupted` finds it after `heartbeat_timeout`.
+    failed_at: when it failed. Every member gets time to report after that, also one that has not begun the generation,
+    or that this head has not seen. One that does not may be dead: then `interrupted` finds it.
     """
     reported_by = failed_at + TIMEOUTS.failure
-    return view.now < reported_by or any(n.reported_at < reported_by for n in view.members() if n is not None)
+    return view.now < reported_by or any(n is None or n.reported_at < reported_by for n in view.members())
 
 
 def eligible(view: View) -> list[Node]:

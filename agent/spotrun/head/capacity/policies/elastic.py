@@ -72,7 +72,7 @@ def _waiting(job: Demand, found: list[Zone], before: Placement | None) -> Placem
         if rate(job, best.ready) <= rate(job, last.ready) * GAIN and last.cost <= best.cost * GAIN:
             best = last
         ready = [best]
-        if best is ranked[0] or best.ready >= min(job.max, ranked[0].hope):
+        if _similar(best, ranked[0]) or best.ready >= min(job.max, ranked[0].hope):
             return _in(job, best, ask(job, best), f"{_name(best)}: {_count(job, best)}{_others(found, best)}")
     asked = []
     for zone in ranked:
@@ -92,7 +92,7 @@ def _ranked(job: Demand, found: list[Zone], before: Placement | None) -> list[Zo
     The machines of the zone that was asked boot already. Those of other zones are only a hope.
     """
     ranked = sorted(found, key=lambda zone: (zone.hope < job.min, *(-each for each in _score(zone))))
-    for zone in ranked[1:]:
+    for zone in ranked:
         asked = before is not None and any(zone.pools & need.pools for need in before.needs)
         if asked and sum(fit(job, offer) for offer in zone.offers) >= job.min and _similar(zone, ranked[0]):
             return [zone, *(other for other in ranked if other is not zone)]
