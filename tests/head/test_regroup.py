@@ -442,6 +442,18 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(growing(A, B), ahead(A), trains(B, phase="drained", regroup="waiting"), ahead(C)),
         (replace(again(A, B, C, cause=GROW), planned=True),),
     ),
+    "all have stopped, and the newcomer has gone on: the next generation begins": (
+        view(growing(A, B), *(trains(each, phase="drained", regroup="waiting") for each in (A, B)), ahead(C)),
+        (replace(again(A, B, C, cause=GROW), planned=True),),
+    ),
+    "all have stopped, and their agents will have them go on in a moment: the next generation begins": (
+        view(growing(A, B), *(trains(each, phase="drained", regroup="waiting") for each in (A, B)), warm(C)),
+        (replace(again(A, B, C, cause=GROW), planned=True),),
+    ),
+    "all have stopped, and the newcomer is lost: those who are left go on": (
+        view(growing(A, B), *(trains(each, phase="drained", regroup="waiting") for each in (A, B)), lost(C)),
+        (again(A, B, cause=GROW),),
+    ),
     "a member has gone on, and another one is about to stop: wait for it": (
         view(growing(A, B), ahead(A), trains(B), ahead(C)),
         (),

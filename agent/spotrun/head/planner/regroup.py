@@ -64,10 +64,10 @@ def following(view: View, cause: Cause) -> Start | None:
 
 
 def catch_up(view: View) -> tuple[Action, ...]:
-    """Begin the next generation in the job's state, if members have joined it after a drain.
+    """Begin the generation that the drain has named, once all who go on have stopped: their agents have them join it.
 
-    If it cannot begin any more, end the current one: then the workers that have joined are called back. (): no member
-    has joined it, or the head must wait.
+    If it cannot begin any more, and a member has joined it, end the current one: then its workers are called back.
+    (): the head must wait, or another generation may follow.
     """
     job, wanted = view.job, view.job.following
     if wanted is None:
@@ -80,13 +80,14 @@ def catch_up(view: View) -> tuple[Action, ...]:
         return ()
     names = {member.node for member in wanted.members}
     stay = [node for member, node in zip(job.members, view.members(), strict=True) if member.node in names]
-    stopped = all(node is not None and (node in joined or node.phase == "drained") for node in stay)
-    if not stopped or not any(node in joined for node in stay):
+    if not all(node is not None and (node in joined or node.phase == "drained") for node in stay):
         return ()
     known = {(node.name, node.report.boot): node for node in view.nodes}
     nodes = [known.get((member.node, member.boot)) for member in wanted.members]
     usable = all(node is not None and _is_usable(view, node) for node in nodes)
-    return (begun,) if usable and not job.stopping else (EndGeneration(job.draining.cause),)
+    if usable and not job.stopping:
+        return (begun,)
+    return (EndGeneration(job.draining.cause),) if any(node in joined for node in stay) else ()
 
 
 def gone_on(view: View) -> list[Node]:
