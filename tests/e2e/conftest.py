@@ -38,3 +38,4 @@ def cluster(_cluster: Harness) -> Iterator[Harness]:
     if _cluster.status()["job"] and not _cluster.status()["job"]["ended"]:
         _cluster.ctl("stop")
         _cluster.until_ended()
+    print(_cluster.machines_said())  # pytest shows this if the test has failed

@@ -27,6 +27,7 @@ from scripts import site as sites
 from scripts.home import home
 from spotrun.cloud.local import cloud as client
 from spotrun.cloud.local.cloud import LocalCloud
+from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, JobSpec
 
@@ -215,6 +216,12 @@ class Harness:
         store = self.access.store
         keys = store.list(f"jobs/{job}/logs/{generation:04d}")
         return {key: store.get(key).decode(errors="replace") for key in keys}
+
+    def machines_said(self, lines: int = 100) -> str:
+        """The last lines that the head and the agent of each machine have logged."""
+        logs = sorted((Layout.of(home(), self.spec.name).state / "nodes").glob("*/init.log"))
+        tails = (each.read_text(errors="replace").splitlines()[-lines:] for each in logs)
+        return "\n".join(line for log, tail in zip(logs, tails, strict=True) for line in (f"{log.parent.name}:", *tail))
 
     def close(self) -> None:
         self._closing = True

@@ -130,6 +130,17 @@ class Regroups:
     def pids(self) -> list[int]:
         return [each.process.pid for each in self.members]
 
+    def story(self) -> str:
+        """What each worker has done, and what all have logged."""
+        workers = [
+            f"rank {c.rank} of generation {each.context.generation}: step {c.step}, left {c.left}, able {c.able}, "
+            f"exit code {each.process.exitcode}"
+            for each in self.all
+            for c in [each.control]
+        ]
+        log = self.cluster.path / "out" / "log.txt"
+        return "\n".join([*workers, log.read_text() if log.exists() else "(no log)"])
+
     def close_groups(self) -> None:
         """End the stores of all generations."""
         self.stack.close()
