@@ -55,6 +55,25 @@ def test_the_set_up_of_a_survivor_runs_once(
     assert digest_of(job.out) == wanted
 
 
+def test_a_set_up_goes_on_when_the_only_member_is_lost(cluster: Harness) -> None:
+    """A spare has begun the set-up. It takes the lost node's place with the worker that it has, and the job goes on."""
+    job = cluster.submit(
+        nodes={"min": 1, "max": 1, "spares": 1}, epochs=1, samples=SAMPLES, batch=BATCH, late=8, slow=20, step=0.1
+    )
+    (lost,) = cluster.members()
+    cluster.until(lambda s: any("warming up" in node["doing"] for node in s["nodes"]), what="a warm-up")
+    cluster.fault("kill", lost)
+    cluster.until(closed, what="recovery")
+    (spare,) = cluster.members()
+    assert spare != lost
+    job.go()
+    final = cluster.until_ended()
+    assert (final["phase"], final["restarts"]) == ("succeeded", 0)
+    assert set(setups(job.out).values()) == {1}
+    assert len(final_pids(job.out) & setups(job.out).keys()) == 1
+    assert sample_ids(job.out, 1) == {0: list(range(SAMPLES))}
+
+
 def test_peers_of_a_machine_that_is_cut_off_and_replaced_at_once(cluster: Harness) -> None:
     """No connection of theirs ends, and another machine has its name before it counts as silent: they are told."""
     job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=SAMPLES, batch=BATCH, slow=20, step=0.1)

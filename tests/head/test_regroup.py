@@ -42,7 +42,14 @@ def warm(name: str, **changes: Any) -> Node:
 
 
 def warming(name: str, **changes: Any) -> Node:
+    """A node that may soon begin its warm-up."""
     return spare(name, **{"regroup": "no", **changes})
+
+
+def sets_up(name: str, **changes: Any) -> Node:
+    """A node whose workers warm up now."""
+    found = warming(name, **changes)
+    return replace(found, work=found.work.replace(devices=(0,)))
 
 
 def lost(name: str, **changes: Any) -> Node:
@@ -274,6 +281,21 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
             warming(D, since=NOW - 601),
         ),
         (start(A, C, D),),
+    ),
+    "the only member is lost, and enough nodes warm up: they go on with their set-up": (
+        view(able(A, spec=spec(nodes={"min": 1, "max": 2})), lost(A, cloud="gone"), sets_up(B)),
+        (EndGeneration(KILL.replace(node=A)),),
+    ),
+    "too few nodes warm up: all begin with new workers": (
+        view(able(A), lost(A, cloud="gone"), sets_up(B), warming(C)),
+        (start(B, C, cause=KILL.replace(node=A)),),
+    ),
+    "enough nodes warm up, but not for longer than a start may take": (
+        view(
+            apply(able(A), EndGeneration(KILL), NOW - 601),
+            *(sets_up(each, since=NOW - 601) for each in (B, C)),
+        ),
+        (start(B, C),),
     ),
     "nobody waits for a node whose warm-up has failed": (
         view(able(A, B, C, spec=FIXED), waits(A), lost(B), waits(C), warming(D, regroup="failed")),

@@ -1,8 +1,8 @@
 """Generations that begin without a restart. Each of their workers is a survivor or has warmed up, and waits. Pure.
 
 If any node's workers wait, the next generation has only nodes whose workers wait. Meanwhile, the workers of the other
-nodes warm up. A restart of all workers would not be faster. If a generation that began without a restart makes no step,
-the next one has new workers, unless another member was lost.
+nodes warm up. A restart of all workers would not be faster. The same holds if none waits, and enough nodes warm up. If
+a generation that began without a restart makes no step, the next one has new workers, unless another member was lost.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def members(view: View, ready: list[Node], cause: Cause | None) -> list[Node] | 
         return None  # a survivor cannot go on: without it, the generation would be smaller than it can be
     if early:
         return []  # the workers of these nodes will soon wait
-    if not found:
-        return None
+    warming = _warming(ready)
+    if not found and sum(bool(node.work.devices) for node in warming) < job.spec.nodes.min:
+        return None  # too few have begun the set-up: new workers are as fast
     if len(found) >= job.spec.nodes.min:
         return found
     # A restart of all workers would not be faster: new workers need the same set-up as those that warm up.
-    warming = _warming(ready)
     late = view.now - max(_waiting_since(view, warming), view.awake_since) > job.spec.start_timeout
     return None if late or len(found) + len(warming) < job.spec.nodes.min else found
 
