@@ -62,15 +62,14 @@ def test_a_set_up_goes_on_when_the_only_member_is_lost(cluster: Harness) -> None
     )
     (lost,) = cluster.members()
     cluster.until(lambda s: any("warming up" in node["doing"] for node in s["nodes"]), what="a warm-up")
+    before = {int(path.name.removeprefix("begun-")) for path in job.out.glob("begun-*")}
+    assert len(before) == 2
     cluster.fault("kill", lost)
     cluster.until(closed, what="recovery")
-    (spare,) = cluster.members()
-    assert spare != lost
     job.go()
     final = cluster.until_ended()
     assert (final["phase"], final["restarts"]) == ("succeeded", 0)
-    assert set(setups(job.out).values()) == {1}
-    assert len(final_pids(job.out) & setups(job.out).keys()) == 1
+    assert final_pids(job.out) < before
     assert sample_ids(job.out, 1) == {0: list(range(SAMPLES))}
 
 

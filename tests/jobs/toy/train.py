@@ -114,6 +114,7 @@ if args.fill:
     fill_memory()
 if args.flood:
     threading.Thread(target=print_lines, daemon=True).start()
+(args.out / f"begun-{os.getpid()}").touch()
 time.sleep(args.late)
 with (args.out / "setups").open("a") as setups:
     print(os.getpid(), file=setups)
