@@ -13,7 +13,7 @@ from spotrun.head.orders import JobOrders
 from spotrun.head.planner.plan import plan
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
-from spotrun.wire import Bundle, Worker
+from spotrun.wire import Bundle, StateRef, Worker
 from tests.head.views import NOW, A, B, C, D, failed, failure, job, node, notice, spare, spec, start, view
 
 KILL, SILENT = (Cause(kind=kind, node=B) for kind in ("kill", "silent"))
@@ -48,7 +48,7 @@ def warming(name: str, **changes: Any) -> Node:
 
 def sets_up(name: str, **changes: Any) -> Node:
     """A node whose workers warm up now."""
-    found = warming(name, **changes)
+    found = warming(name, **{"since": NOW - 10, **changes})
     return replace(found, work=found.work.replace(devices=(0,)))
 
 
@@ -101,6 +101,12 @@ def with_another(begin: Start) -> Start:
     (found,) = (each for each in begin.members if each.node == B)
     members = *(each for each in begin.members if each.node != B), found.replace(boot="b2")
     return replace(begin, members=members)
+
+
+def with_devices(begin: Start, devices: tuple[int, ...]) -> Start:
+    """The same generation, with these devices of its last node."""
+    *others, last = begin.members
+    return replace(begin, members=(*others, last.replace(devices=devices)))
 
 
 def begun(*members: str, step: int = 0, **changes: Any) -> Any:
@@ -282,13 +288,30 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         ),
         (start(A, C, D),),
     ),
-    "the only member is lost, and enough nodes warm up: they go on with their set-up": (
+    "the only member is lost, and a node warms up: no new workers begin": (
         view(able(A, spec=spec(nodes={"min": 1, "max": 2})), lost(A, cloud="gone"), sets_up(B)),
         (EndGeneration(KILL.replace(node=A)),),
     ),
     "too few nodes warm up: all begin with new workers": (
         view(able(A), lost(A, cloud="gone"), sets_up(B), warming(C)),
         (start(B, C, cause=KILL.replace(node=A)),),
+    ),
+    "a node has warmed up for too long: it begins with new workers": (
+        view(
+            able(A, spec=spec(nodes={"min": 1, "max": 2})),
+            lost(A, cloud="gone"),
+            sets_up(B, since=NOW - 601),
+            awake_since=NOW - 700,
+        ),
+        (start(B, cause=KILL.replace(node=A)),),
+    ),
+    "a node warms up on other devices than the job has there now: it begins with new workers": (
+        view(
+            able(A, spec=spec(nodes={"min": 1, "max": 2})),
+            lost(A, cloud="gone"),
+            replace(sets_up(B), devices=(1,)),
+        ),
+        (with_devices(start(B, cause=KILL.replace(node=A)), (1,)),),
     ),
     "enough nodes warm up, but not for longer than a start may take": (
         view(
@@ -334,6 +357,20 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
             begun(A, B).replace(ordered_at=NOW - 11),
             node(A, generation=2, phase="starting", regroup="able"),
             node(B, generation=2, phase="starting", regroup="able"),
+        ),
+        (start(A, B, cause=Cause(kind="start", node=f"{A}, {B}")),),
+    ),
+    "no member has the state, and the bucket is slow: wait": (
+        view(
+            begun(A, B, checkpoints=(StateRef(generation=1, step=48),)).replace(ordered_at=NOW - 599),
+            *(node(each, generation=2, phase="starting", regroup="able", snapshot=None) for each in (A, B)),
+        ),
+        (),
+    ),
+    "no member has the state, and the bucket does not answer: new workers": (
+        view(
+            begun(A, B, checkpoints=(StateRef(generation=1, step=48),)).replace(ordered_at=NOW - 601),
+            *(node(each, generation=2, phase="starting", regroup="able", snapshot=None) for each in (A, B)),
         ),
         (start(A, B, cause=Cause(kind="start", node=f"{A}, {B}")),),
     ),
@@ -471,6 +508,22 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
     "all have stopped, and their agents will have them go on in a moment: the next generation begins": (
         view(growing(A, B), *(trains(each, phase="drained", regroup="waiting") for each in (A, B)), warm(C)),
         (replace(again(A, B, C, cause=GROW), planned=True),),
+    ),
+    "all have stopped, and the newcomer warms up again: the others go on": (
+        view(
+            growing(A, B),
+            *(trains(each, phase="drained", regroup="waiting") for each in (A, B)),
+            warming(C, regroup="able"),
+        ),
+        (again(A, B, cause=GROW),),
+    ),
+    "all have stopped, and the job has other devices of the newcomer now: it joins with these": (
+        view(
+            growing(A, B),
+            *(trains(each, phase="drained", regroup="waiting") for each in (A, B)),
+            replace(warm(C), devices=(1,)),
+        ),
+        (with_devices(again(A, B, C, cause=GROW), (1,)),),
     ),
     "all have stopped, and the newcomer is lost: those who are left go on": (
         view(growing(A, B), *(trains(each, phase="drained", regroup="waiting") for each in (A, B)), lost(C)),

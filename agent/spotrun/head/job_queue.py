@@ -238,6 +238,7 @@ async def relaunch(head: Head, job: str) -> None:
     await _until_written(head, job)
     state = (await head.load(job)).replace(kept_node=None)
     state = state.replace(phase="queued", reason="", ended=None, restarts=0, failure=None, stopping="", ending=None)
+    state = state.replace(new_workers=True)  # the old ones may be why it failed
     now = head.clock()
     await _enqueue(head, job, state.replace(counted_at=0.0, ordered_at=now, resumed_at=now, paused=""))
     if head.ended is not None and head.ended.id == job:

@@ -1,8 +1,9 @@
 """Generations that begin without a restart. Each of their workers is a survivor or has warmed up, and waits. Pure.
 
 If any node's workers wait, the next generation has only nodes whose workers wait. Meanwhile, the workers of the other
-nodes warm up. A restart of all workers would not be faster. The same holds if none waits, and enough nodes warm up. If
-a generation that began without a restart makes no step, the next one has new workers, unless another member was lost.
+nodes warm up. A restart of all workers would not be faster. If none waits, but enough nodes warm up, the head waits for
+these, too. If a generation that began without a restart makes no step, the next one has new workers, unless another
+member was lost.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from spotrun.head.job_state import Action, Cause, EndGeneration, JobState, Start, in_doubt
+from spotrun.head.planner import patience
 from spotrun.head.planner.liveness import HEARTBEAT, eligible, may_be_lost, reports
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import ENDING_STATES, Node, View
@@ -33,7 +35,7 @@ def members(view: View, ready: list[Node], cause: Cause | None) -> list[Node] | 
     if early:
         return []  # the workers of these nodes will soon wait
     warming = _warming(ready)
-    if not found and sum(bool(node.work.devices) for node in warming) < job.spec.nodes.min:
+    if not found and sum(_sets_up(view, node) for node in warming) < job.spec.nodes.min:
         return None  # too few have begun the set-up: new workers are as fast
     if len(found) >= job.spec.nodes.min:
         return found
@@ -64,10 +66,10 @@ def following(view: View, cause: Cause) -> Start | None:
 
 
 def catch_up(view: View) -> tuple[Action, ...]:
-    """Begin the generation that the drain has named, once all who go on have stopped: their agents have them join it.
+    """Begin the generation that the drain has named, once all members that stay have stopped.
 
-    If it cannot begin any more, and a member has joined it, end the current one: then its workers are called back.
-    (): the head must wait, or another generation may follow.
+    If it cannot begin any more, and a member has joined it, end the current one: then the agents call back the workers
+    that have joined. (): the head must wait, or another generation may follow.
     """
     job, wanted = view.job, view.job.following
     if wanted is None:
@@ -83,8 +85,8 @@ def catch_up(view: View) -> tuple[Action, ...]:
     if not all(node is not None and (node in joined or node.phase == "drained") for node in stay):
         return ()
     known = {(node.name, node.report.boot): node for node in view.nodes}
-    nodes = [known.get((member.node, member.boot)) for member in wanted.members]
-    usable = all(node is not None and _is_usable(view, node) for node in nodes)
+    nodes = [(member, known.get((member.node, member.boot))) for member in wanted.members]
+    usable = all(node is not None and _is_usable(view, member, node) for member, node in nodes)
     if usable and not job.stopping:
         return (begun,)
     return (EndGeneration(job.draining.cause),) if any(node in joined for node in stay) else ()
@@ -100,10 +102,13 @@ def gone_on(view: View) -> list[Node]:
     return [node for node in nodes if (node.name, node.report.boot) in boots]
 
 
-def _is_usable(view: View, node: Node) -> bool:
-    """Whether the node can be in a generation without a restart. It may leave later: then that generation drains."""
-    here = node.assigned and node.cloud not in ENDING_STATES and reports(view, node)
-    return here and node.work.regroup in ("able", "waiting")
+def _is_usable(view: View, member: Member, node: Node) -> bool:
+    """Whether the node has joined the generation after the drain, or can. It may leave later: then that one drains."""
+    if not (node.assigned and node.cloud not in ENDING_STATES and reports(view, node)):
+        return False
+    if node in gone_on(view):
+        return node.work.regroup in ("able", "waiting")
+    return node.work.regroup == "waiting" and node.devices == member.devices
 
 
 def start(nodes: list[Node], cause: Cause | None, regroup: bool) -> Start:
@@ -201,7 +206,9 @@ def failed(view: View, node: Node) -> bool:
         return unexplained and not view.blind()
     waited = view.now - max(job.ordered_at, view.awake_since)
     restored = work.generation == job.generation and work.phase != "starting"
-    return not restored and waited > time_to_join(job)
+    # If no member has the state, it comes from the bucket, which may be slow.
+    fetched = all(n is None or patience.state(n) < job.newest for n in view.members())
+    return not restored and waited > max(time_to_join(job), job.spec.start_timeout if fetched else 0.0)
 
 
 def time_to_join(job: JobState) -> float:
@@ -212,6 +219,12 @@ def time_to_join(job: JobState) -> float:
 def _warming(ready: list[Node]) -> list[Node]:
     """The nodes whose workers warm up, or will soon begin to."""
     return [node for node in ready if node.work.regroup in ("no", "able") and node.phase == "ready"]
+
+
+def _sets_up(view: View, node: Node) -> bool:
+    """Whether the node's workers warm up on the devices that the job has there, and have not done so for too long."""
+    here = set(node.devices or range(node.report.devices)) == set(node.work.devices)
+    return here and view.now - max(node.since, view.awake_since) <= view.job.spec.start_timeout
 
 
 def called_back(view: View, ready: list[Node]) -> list[Node]:
