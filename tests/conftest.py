@@ -40,6 +40,7 @@ SLOW = (
     "head/test_allocate_rules.py",
     "head/test_bounds.py",
     "head/test_dying_head.py",
+    "head/test_interleavings.py",
     "head/test_lease.py",
     "head/test_outbox.py",
     "head/test_sharing.py",

@@ -1,0 +1,220 @@
+"""Simulated workers: objects that read and write real control blocks, as the processes of a training job do.
+
+They take their time, and each of them acts alone. They learn of each other only what a process group tells them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Literal, Protocol
+
+from spotrun.node.workers import LocalWorker
+from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE, NONE
+from spotrun.wire import Generation, Member, StateRef
+
+START = 1000.0  # when a simulation begins
+SET_UPS = (0.2, 1.0, 5.0)  # seconds that the script's set-up takes, at most
+STEP = 0.03  # seconds that a worker says a step took
+SLOTS = 2  # snapshots that a machine has in memory
+
+
+class Clock:
+    """The time of the simulation, in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = START
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Machine(Protocol):
+    """What a worker needs of its machine."""
+
+    boot: str
+    process: WorkerProcess | None  # its only worker; None: none has started
+    snapshots: list[StateRef]  # in memory, the newest last
+    woken: bool  # whether its agent should take a turn soon
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A generation has restored an older step than the one before had made. survivors: members of both."""
+
+    before: int  # the generation that had made the steps
+    after: int  # the generation that does not have them
+    steps: int
+    survivors: tuple[str, ...]
+
+
+class Training:
+    """The job as its workers know it, on all machines. random: decides all that is left to chance."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.clock = Clock()
+        self.set_up = random.choice(SET_UPS)
+        self.able = random.choice([ABLE, ABLE, NEEDS_RELEASE])
+        self.machines: dict[str, Machine] = {}
+        self.processes: dict[Path, WorkerProcess] = {}  # by control block
+        self.generations: dict[int, Generation] = {}  # those that a node has begun
+        self.formed: set[int] = set()  # those whose process group has been formed
+        self.bases: dict[int, int] = {}  # the step that each has restored
+        self.steps: dict[int, int] = {}  # the newest step whose collective has ended, by generation
+        self.losses: list[Loss] = []
+        self.story: list[str] = []
+        self._count = 0
+
+    def tell(self, text: str) -> None:
+        """Add what has happened to the story."""
+        self.story.append(f"{self.clock.now - START:8.3f} {text}")
+
+    def count(self) -> int:
+        """A number that nothing else has."""
+        self._count += 1
+        return self._count
+
+    def peers(self, generation: int) -> list[WorkerProcess | None]:
+        """The living workers of all members; None in place of one whose machine or process is gone."""
+        return [self._process(each) for each in self.generations[generation].members]
+
+    def restore(self, generation: int) -> int:
+        """The step at which the generation begins: the newest that a member or the bucket has."""
+        if generation in self.bases:
+            return self.bases[generation]
+        members, known = self.generations[generation].members, self.generations[generation].checkpoints
+        refs = [ref for each in members for ref in self.machines[each.node].snapshots]
+        alive = [each.step for each in self.peers(generation) if each is not None]
+        base = max([0, *alive, *(ref.step for ref in (*refs, *known))])
+        self._note_loss(generation, base)
+        self.bases[generation] = self.steps[generation] = base
+        return base
+
+    def _note_loss(self, generation: int, base: int) -> None:
+        before = max(self.steps, default=0)
+        lost = self.steps.get(before, 0) - base
+        if lost > 0:
+            members = self.generations[before].members
+            survivors = tuple(each.node for each in self.generations[generation].members if each in members)
+            self.losses.append(Loss(before, generation, lost, survivors))
+            self.tell(f"generation {generation} restores step {base}: {lost} steps are lost")
+
+    def _process(self, member: Member) -> WorkerProcess | None:
+        machine = self.machines.get(member.node)
+        process = machine.process if machine is not None and machine.boot == member.boot else None
+        return process if process is not None and process.alive else None
+
+
+class WorkerProcess:
+    """One worker. generation: for which it starts; 0: it warms up."""
+
+    def __init__(self, training: Training, machine: Machine, worker: LocalWorker, generation: int) -> None:
+        self.alive = True
+        self.generation = generation
+        self.state: Literal["set-up", "waiting", "forming", "restoring", "training"] = "set-up"
+        self.step = NONE
+        self._training, self._machine, self._control = training, machine, worker.control
+        self._ready_at = training.clock.now + training.random.uniform(0.1, training.set_up)
+        worker.pid = training.count()
+        training.processes[worker.path] = self
+
+    @property
+    def _released(self) -> bool:
+        return self._control.released == self.generation
+
+    def act(self) -> None:
+        """Do the next thing, if it is time for it."""
+        if not self.alive:
+            return
+        if self.state == "set-up":
+            self._set_up()
+        elif self.state == "waiting":
+            self._join()
+        elif self.state == "forming":
+            self._form()
+        elif self.state == "restoring":
+            self._restore()
+        else:
+            self._train()
+
+    def _set_up(self) -> None:
+        now = self._training.clock.now
+        if now < self._ready_at:
+            return
+        self._control.entered, self._control.able = now, self._training.able
+        if self.generation:
+            self.state = "forming"
+        else:
+            self._leave(EXIT_DRAINED)
+
+    def _leave(self, code: int) -> None:
+        self._control.left, self.state, self._machine.woken = code, "waiting", True
+
+    def _join(self) -> None:
+        if self._control.joins > self.generation:
+            self.generation, self.state = self._control.joins, "forming"
+            self._control.entered = self._training.clock.now
+
+    def _form(self) -> None:
+        """Wait until all members are in the process group, or until the agent calls this worker back."""
+        formed = self.generation in self._training.formed
+        if self._released or (formed and not self._is_whole()):
+            self._leave(EXIT_PEER)
+        elif formed:
+            self._control.grouped, self.state = self._training.clock.now, "restoring"
+        elif all(self._is_with(each) and each.state == "forming" for each in self._peers()):
+            self._training.formed.add(self.generation)
+
+    def _restore(self) -> None:
+        if self._released or not self._is_whole():
+            self._leave(EXIT_PEER)
+        elif all(each.state in ("restoring", "training") for each in self._peers()):
+            self.step = self._training.restore(self.generation)
+            self._control.base = self._control.step = self.step
+            self._control.restored, self.state = self._training.clock.now, "training"
+
+    def _train(self) -> None:
+        """Wait for the other members in the collective of the next step, or end this step."""
+        training = self._training
+        newest = training.steps[self.generation]
+        if self.step < newest:
+            self._end_step()
+        elif self._released or (not self._is_whole() and self._notices()):
+            self._leave(EXIT_PEER)
+        elif all(self._is_with(each) and each.state == "training" and each.step == newest for each in self._peers()):
+            training.steps[self.generation] += training.random.random() < 0.7
+
+    def _notices(self) -> bool:
+        """Whether this worker notices that a peer has not stopped at the stop step, but is gone."""
+        if self._training.able == NEEDS_RELEASE:
+            return False
+        return any(not self._is_with(each) or each._control.left == EXIT_PEER for each in self._peers())
+
+    def _end_step(self) -> None:
+        training, control = self._training, self._control
+        self.step += 1
+        stepping = STEP * (self.step - control.base)
+        stop, save, _ = control.end_step(self.step, training.clock.now, 0.0, stepping, 0.0)
+        control.stepped_first = control.stepped_first or training.clock.now
+        if self.step in (stop, save):
+            control.begun = control.copied = control.committed = self.step
+            ref = StateRef(generation=self.generation, step=self.step)
+            self._machine.snapshots = [*self._machine.snapshots, ref][-SLOTS:]
+        if self.step == stop:
+            self._leave(EXIT_DRAINED)
+
+    def _peers(self) -> list[WorkerProcess | None]:
+        return self._training.peers(self.generation)
+
+    def _is_with(self, peer: WorkerProcess | None) -> bool:
+        """Whether the peer is there, and in no other generation."""
+        return peer is not None and peer.generation == self.generation
+
+    def _is_whole(self) -> bool:
+        """Whether all members are in the process group."""
+        return all(self._is_with(each) and each.state != "waiting" for each in self._peers())

@@ -1,0 +1,69 @@
+"""The head and the agents take turns in any order: no planned change loses steps, and no change ends as a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from spotrun.head import events
+from spotrun.node import generations, memory, runner, worker_failure, workers
+from spotrun.node.workers import WorkerGroup
+from spotrun.state import control
+from tests.head.interleavings import Interleaving
+from tests.head.simulated_nodes import ending
+
+NOTICES = ["notice"]
+ALL = ["notice", "kill", "head"]
+Run = Callable[..., Awaitable[Interleaving]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the interleaving of a seed with faults. It prints the story, which pytest shows if the test fails."""
+
+    async def start(seed: int, faults: Sequence[str], seconds: float = 60.0) -> Interleaving:
+        found = Interleaving(seed, faults, tmp_path / str(len(list(tmp_path.iterdir()))))
+        training = found.training
+        for module in (generations, workers, runner, control, worker_failure):
+            monkeypatch.setattr(module, "time", training.clock)
+        monkeypatch.setattr(WorkerGroup, "end", ending(training))
+        monkeypatch.setattr(memory, "excess", lambda folder: 0)  # whatever this computer's disk has
+        monkeypatch.setattr(events.log, "info", lambda text, *values: training.tell(text % values))
+        try:
+            await found.run(seconds)
+        finally:
+            print(found.story)
+        return found
+
+    return start
+
+
+@pytest.mark.parametrize("seed", [8, 15, 25, 72, 74])
+async def test_planned_changes_lose_no_step(run: Run, seed: int) -> None:
+    """Machines get notices and are replaced, and the job grows. All generations that follow begin.
+
+    Seeds 25, 72 and 74: all members stop, and the head learns this before their agents have them go on.
+    """
+    found = await run(seed, NOTICES)
+    assert found.kinds <= {"preempt", "grow"}, "a generation ended for another reason than a planned change"
+    assert found.losses == []
+    assert found.job.restarts == 0
+    assert found.trains
+
+
+@pytest.mark.parametrize("seed", [10, 22, 29, 40, 42])
+async def test_lost_machines_are_no_failures(run: Run, seed: int) -> None:
+    """Machines are also lost without notice, and new heads take over. A survivor has all steps but the last."""
+    found = await run(seed, ALL)
+    assert found.kinds <= {"preempt", "grow", "kill"}, "a generation ended for another reason than a lost machine"
+    assert [each for each in found.losses if each.survivors and each.steps > 1] == []
+    assert found.job.restarts == 0
+    assert found.trains
+
+
+async def test_a_seed_has_one_story(run: Run) -> None:
+    first, second = [(await run(1, ALL, seconds=20.0)).training.story for _ in range(2)]
+    assert first == second
+    assert len(first) > 10
