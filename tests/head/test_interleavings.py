@@ -53,9 +53,12 @@ async def test_planned_changes_lose_no_step(run: Run, seed: int) -> None:
     assert found.trains
 
 
-@pytest.mark.parametrize("seed", [10, 22, 29, 40, 42])
+@pytest.mark.parametrize("seed", [10, 22, 29, 36, 40, 42])
 async def test_lost_machines_are_no_failures(run: Run, seed: int) -> None:
-    """Machines are also lost without notice, and new heads take over. A survivor has all steps but the last."""
+    """Machines are also lost without notice, and new heads take over. A survivor has all steps but the last.
+
+    Seed 36: a head takes over in a drain, and other machines could take the newcomer's place in the next generation.
+    """
     found = await run(seed, ALL)
     assert found.kinds <= {"preempt", "grow", "kill"}, "a generation ended for another reason than a lost machine"
     assert [each for each in found.losses if each.survivors and each.steps > 1] == []

@@ -149,6 +149,7 @@ def _claim(
     # The members do not matter: a device that was taken from this job is another job's, even while this job drains.
     holds = {node: devices or _all(_count(view, node)) for node, devices in before.get(job.id, {}).items()}
     members = {member.node for member in job.members}
+    last = (*job.last, *(job.following.members if job.following else ()))  # the agents of the second ones know it
     # All of its pools, also those whose numbers of devices nobody knows yet.
     pools = frozenset(job.spec.pools) if placement.use >= suited(job.spec, cluster) else placement.use
     avoids = frozenset(name for name, each in view.misfits.get(job.id, {}).items() if not each.over(view.now))
@@ -164,7 +165,7 @@ def _claim(
         prefers=tuple(dict.fromkeys(pool for need in placement.needs for pool in need.order)),
         holds={node: devices for node, devices in holds.items() if node not in avoids},
         standby=frozenset(holds.keys() - members) if members else frozenset(),
-        keeps=frozenset(member.node for member in job.last) - holds.keys(),
+        keeps=frozenset(member.node for member in last) - holds.keys(),
         avoids=avoids,
         paused=not job.wants_nodes and not job.stopping,
     )
