@@ -19,12 +19,13 @@ from tests.head.simulated_workers import Loss, Training
 MOMENTS = (0.002, 0.005, 0.02, 0.05)  # seconds from one moment to the next
 LOOK = 0.5  # seconds between two looks of the scaler
 TURN, REPORT = 0.1, 0.45  # seconds between two turns of an agent, and between two of its reports, at most
+FROZEN = 30.0  # seconds for which a machine stands still, at most
 CALM = 120.0  # seconds without faults until the job must train, at most
 STEADY = 50  # steps of a generation after which the job trains
 
 
 class Interleaving:
-    """One run. faults: "notice", "kill" and "head"; chance chooses one of them each time."""
+    """One run. faults: "notice", "kill", "freeze" and "head"; chance chooses one of them each time."""
 
     def __init__(self, seed: int, faults: Sequence[str], root: Path) -> None:
         self.random = Random(seed)
@@ -104,6 +105,8 @@ class Interleaving:
     def _possible(self, node: SimulatedNode) -> list[Callable[[], Awaitable[None]]]:
         """What happens on a node at this moment."""
         chance = self.random.random
+        if self._now < node.frozen_until:
+            return []
 
         async def receive() -> None:
             node.receive(newest=chance() < 0.5)
@@ -141,7 +144,7 @@ class Interleaving:
     def _start_machines(self) -> None:
         """Remove the machines that the head has given back. Start those that it has asked for, after a while."""
         listed = {f"p-{index}" for index in range(self._stage.cloud.size["p"])}
-        for name in self.nodes.keys() - listed:
+        for name in sorted(self.nodes.keys() - listed):
             self._lose(name)
         self._comes_at = {name: at for name, at in self._comes_at.items() if name in listed}
         for name in sorted(listed - self.nodes.keys()):
@@ -184,6 +187,9 @@ class Interleaving:
             node = self.random.choice(members)
             if fault == "kill":
                 self._lose(node.name)
+            elif fault == "freeze":
+                node.frozen_until = self._now + self.random.uniform(0.5, FROZEN)
+                self.training.tell(f"{node.name} stands still for {node.frozen_until - self._now:.1f} s")
             elif node.notice is None:
                 node.notice = Notice(kind="preempt", deadline=self._now + self.random.uniform(15, 40))
                 self.training.tell(f"{node.name} gets a notice")

@@ -39,8 +39,9 @@ class SimulatedNode:
         self.inbox: list[Order] = []  # what the head has sent, and the agent has not received yet
         self.send: Callable[[Order], None] = self.inbox.append  # always the same object: it stands for the connection
         self.woken = False
-        self.turned_at = self.reported_at = 0.0
+        self.turned_at = self.reported_at = self.frozen_until = 0.0
         self._order: Order | None = None  # the newest that the agent has received
+        self._mine: JobOrder | None = None  # what it said last about the job
         self._runner: SimulatedRunner | None = None
         self._node = Node(
             identity=Identity(name=name, zone="z", address="127.0.0.1", machine=name),
@@ -54,7 +55,9 @@ class SimulatedNode:
 
     def receive(self, newest: bool) -> None:
         """Get the oldest order that is on its way; newest: get all of them, of which only the last counts."""
-        self._order = self.inbox[-1 if newest else 0]
+        self._order = order = self.inbox[-1 if newest else 0]
+        if order.jobs or not order.parked:  # else the agent leaves the job as it is
+            self._mine = next(iter(order.jobs), None)
         del self.inbox[: len(self.inbox) if newest else 1]
         self.woken = True
 
@@ -78,10 +81,9 @@ class SimulatedNode:
             self._runner = SimulatedRunner(order.jobs[0].bundle.id, self, self._node)
         if self._runner is None:
             return
-        mine = order.job(self._runner.id)
-        if mine is not None:
-            await self._runner._turn(mine)
-        elif self._runner.id not in order.parked:
+        if self._mine is not None:
+            await self._runner._turn(self._mine)
+        else:
             await self._runner.drop()
             self._runner, self.snapshots = None, []
 

@@ -40,6 +40,7 @@ class Machine(Protocol):
     process: WorkerProcess | None  # its only worker; None: none has started
     snapshots: list[StateRef]  # in memory, the newest last
     woken: bool  # whether its agent should take a turn soon
+    frozen_until: float  # when its processes go on
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class WorkerProcess:
             self._end_step()
         elif self._released or (not self._is_whole() and self._notices()):
             self._leave(EXIT_PEER)
-        elif all(self._is_with(each) and each.state == "training" and each.step == newest for each in self._peers()):
+        elif all(self._is_with(each) and each._is_at(newest) for each in self._peers()):
             training.steps[self.generation] += training.random.random() < 0.7
 
     def _notices(self) -> bool:
@@ -207,6 +208,11 @@ class WorkerProcess:
             self._machine.snapshots = [*self._machine.snapshots, ref][-SLOTS:]
         if self.step == stop:
             self._leave(EXIT_DRAINED)
+
+    def _is_at(self, step: int) -> bool:
+        """Whether this worker takes part in the collective after the step."""
+        frozen = self._machine.frozen_until > self._training.clock.now
+        return self.state == "training" and self.step == step and not frozen
 
     def _peers(self) -> list[WorkerProcess | None]:
         return self._training.peers(self.generation)

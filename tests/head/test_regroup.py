@@ -288,6 +288,10 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         ),
         (start(A, C, D),),
     ),
+    "a member under notice is silent, so the others do not notice it: they are told to leave": (
+        view(able(A, B, C), stuck(A), frozen(B, notice=notice(20)), stuck(C), warm(D)),
+        (Release(B, "preempt"),),
+    ),
     "the only member is lost, and a node warms up: no new workers begin": (
         view(able(A, spec=spec(nodes={"min": 1, "max": 2})), lost(A, cloud="gone"), sets_up(B)),
         (EndGeneration(KILL.replace(node=A)),),

@@ -31,11 +31,12 @@ def break_all() -> None:
     Neither the end of a gloo group nor its abort closes connections on which a collective waits. This ends the reading
     from them, and gloo closes them. If the writing ended too, more collectives would hang.
 
-    One still hangs after about one of 1,000 deaths, with three small workers. Then the agent ends the worker. It needs
-    two collectives at the same time, which DDP has with three ranks, or with several buckets. When the first one fails,
-    gloo reads no more from a connection that brings data for it (`Pair::prepareRead` in its tcp/pair.cc, torch 2.13).
-    The second one waits for that connection. This cannot happen if the group has one thread instead of two. But with
-    three small workers on two cores, each step then took 11 ms instead of 7.
+    With three small workers, about one death in 1,000 still leaves a collective that hangs (November 2026). Then the
+    agent ends the worker. The hang needs two collectives at the same time. DDP has that with three ranks, or with
+    several buckets. When the first one fails, gloo stops reading from a connection that still brings its data
+    (`Pair::prepareRead` in gloo's tcp/pair.cc, torch 2.13). The second one waits for the same connection. In a test
+    that provokes this, 9 of 20 collectives hung. With one thread for the group instead of two, none did. But each step
+    then took 11 ms instead of 7 (three small workers, two cores).
     """
     global broken
     broken = True  # first, so that no transfer is missed

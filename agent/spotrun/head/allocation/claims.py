@@ -35,7 +35,7 @@ class Claim:
     standby: frozenset[str] = frozenset()
     """Nodes of `holds` on which the job does not train. They are taken first."""
     keeps: frozenset[str] = frozenset()
-    """Other nodes that the job prefers, because its snapshot or its code is there."""
+    """Other nodes that the job prefers: its snapshot or its code is there, or the next generation names them."""
     avoids: frozenset[str] = frozenset()
     """Nodes on which the job cannot be set up."""
     paused: bool = False

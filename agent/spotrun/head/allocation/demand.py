@@ -149,7 +149,7 @@ def _claim(
     # The members do not matter: a device that was taken from this job is another job's, even while this job drains.
     holds = {node: devices or _all(_count(view, node)) for node, devices in before.get(job.id, {}).items()}
     members = {member.node for member in job.members}
-    last = (*job.last, *(job.following.members if job.following else ()))  # the agents of the second ones know it
+    last = (*job.last, *(job.following.members if job.following else ()))  # the second: as the drain has named them
     # All of its pools, also those whose numbers of devices nobody knows yet.
     pools = frozenset(job.spec.pools) if placement.use >= suited(job.spec, cluster) else placement.use
     avoids = frozenset(name for name, each in view.misfits.get(job.id, {}).items() if not each.over(view.now))

@@ -1,9 +1,9 @@
 """Generations that begin without a restart. Each of their workers is a survivor or has warmed up, and waits. Pure.
 
 If any node's workers wait, the next generation has only nodes whose workers wait. Meanwhile, the workers of the other
-nodes warm up. A restart of all workers would not be faster. If none waits, but enough nodes warm up, the head waits for
-these, too. If a generation that began without a restart makes no step, the next one has new workers, unless another
-member was lost.
+nodes warm up. A restart of all workers would not be faster. If no workers wait, but those of enough nodes warm up, the
+head waits for these. If a generation that began without a restart makes no step, the next one has new workers, unless
+another member was lost.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def following(view: View, cause: Cause) -> Start | None:
 def catch_up(view: View) -> tuple[Action, ...]:
     """Begin the generation that the drain has named, once all members that stay have stopped.
 
-    If it cannot begin any more, and a member has joined it, end the current one: then the agents call back the workers
-    that have joined. (): the head must wait, or another generation may follow.
+    If it cannot begin any more, and one of these has joined it, end the current one: then the agents call back the
+    workers that have joined. (): wait, or begin another generation.
     """
     job, wanted = view.job, view.job.following
     if wanted is None:
@@ -129,15 +129,17 @@ def reason(view: View) -> str:
 def must_release(view: View, gone: dict[str, str]) -> bool:
     """Whether survivors must be told to leave the generation, because they may not notice that a peer is gone.
 
-    Workers do not notice that a peer is silent. The head does not always know this either: the machine may have been
-    replaced under the same name before the head found it silent, or it has never reported to this head, which is new.
+    Workers do not notice that a peer is silent, also one under notice: its connections have not ended. The head does
+    not always know this either: the machine may have been replaced under the same name before the head found it silent,
+    or it has never reported to this head, which is new.
     In both cases, `View.members` has None for the machine. If such a machine is gone, it counts as silent. Workers on
     GPUs may not notice that a peer is gone: a collective of NCCL waits for it. Workers that form a process group do not
     notice it either. After a regroup, the head does not know until the first step whether they still form it.
     """
     late, unseen = list(_late(view, _survivors(view, gone))), _unseen(view)
-    quiet = "silent" in gone.values() or not unseen.isdisjoint(gone) or any(node.work.needs_release for node in late)
-    return (quiet or view.job.no_step_since_regroup) and view.job.released is None and bool(late)
+    quiet = any(node.name in gone for node in view.members() if node is not None and node.connected)
+    unnoticed = quiet or not unseen.isdisjoint(gone) or any(node.work.needs_release for node in late)
+    return (unnoticed or view.job.no_step_since_regroup) and view.job.released is None and bool(late)
 
 
 def could_leave(view: View, leaving: Collection[str] = ()) -> bool:
@@ -206,9 +208,9 @@ def failed(view: View, node: Node) -> bool:
         return unexplained and not view.blind()
     waited = view.now - max(job.ordered_at, view.awake_since)
     restored = work.generation == job.generation and work.phase != "starting"
-    # If no member has the state, it comes from the bucket, which may be slow.
-    fetched = all(n is None or patience.state(n) < job.newest for n in view.members())
-    return not restored and waited > max(time_to_join(job), job.spec.start_timeout if fetched else 0.0)
+    # If no member has a snapshot as new as the bucket's, the state may come from the bucket, which may be slow.
+    from_bucket = all(n is None or patience.state(n) < job.newest for n in view.members())
+    return not restored and waited > max(time_to_join(job), job.spec.start_timeout if from_bucket else 0.0)
 
 
 def time_to_join(job: JobState) -> float:
@@ -222,7 +224,10 @@ def _warming(ready: list[Node]) -> list[Node]:
 
 
 def _sets_up(view: View, node: Node) -> bool:
-    """Whether the node's workers warm up on the devices that the job has there, and have not done so for too long."""
+    """Whether the node's workers warm up on the devices that the job has there.
+
+    A node that has been ready for longer than `start_timeout` does not count: its warm-up may hang.
+    """
     here = set(node.devices or range(node.report.devices)) == set(node.work.devices)
     return here and view.now - max(node.since, view.awake_since) <= view.job.spec.start_timeout
 
