@@ -34,8 +34,10 @@ def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
 def cluster(_cluster: Harness) -> Iterator[Harness]:
     """The cluster with no job on it, all zones stocked."""
     yield _cluster
-    _cluster.fault("restock", "local-a")
-    if _cluster.status()["job"] and not _cluster.status()["job"]["ended"]:
-        _cluster.ctl("stop")
-        _cluster.until_ended()
-    print(_cluster.machines_said())  # pytest shows this if the test has failed
+    try:
+        _cluster.fault("restock", "local-a")
+        if _cluster.status()["job"] and not _cluster.status()["job"]["ended"]:
+            _cluster.ctl("stop")
+            _cluster.until_ended()
+    finally:
+        print(_cluster.machine_logs())  # pytest shows this if the test has failed

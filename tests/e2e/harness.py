@@ -217,7 +217,7 @@ class Harness:
         keys = store.list(f"jobs/{job}/logs/{generation:04d}")
         return {key: store.get(key).decode(errors="replace") for key in keys}
 
-    def machines_said(self, lines: int = 100) -> str:
+    def machine_logs(self, lines: int = 100) -> str:
         """The last lines that the head and the agent of each machine have logged."""
         logs = sorted((Layout.of(home(), self.spec.name).state / "nodes").glob("*/init.log"))
         tails = (each.read_text(errors="replace").splitlines()[-lines:] for each in logs)
@@ -300,6 +300,12 @@ def undisturbed(out: Path, ranks: int, **options: Any) -> str:
 def closed(status: dict[str, Any]) -> list[dict[str, Any]]:
     """The interruptions after which the job trains again."""
     return [each for each in status["job"]["interruptions"] if each["seconds"] is not None]
+
+
+def begun(out: Path) -> dict[str, int]:
+    """The process that began the script's set-up last, by node."""
+    paths = sorted(out.glob("begun@*"), key=lambda path: path.stat().st_mtime)
+    return {node: int(pid) for _, node, pid in (path.name.split("@") for path in paths)}
 
 
 def setups(out: Path) -> Counter[int]:

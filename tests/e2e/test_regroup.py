@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Harness, closed, digest_of, final_pids, sample_ids, setups, undisturbed
+from tests.e2e.harness import Harness, begun, closed, digest_of, final_pids, sample_ids, setups, undisturbed
 
 EPOCHS, SAMPLES, BATCH = 2, 600, 2
 
@@ -58,18 +58,17 @@ def test_the_set_up_of_a_survivor_runs_once(
 def test_a_set_up_goes_on_when_the_only_member_is_lost(cluster: Harness) -> None:
     """A spare has begun the set-up. It takes the lost node's place with the worker that it has, and the job goes on."""
     job = cluster.submit(
-        nodes={"min": 1, "max": 1, "spares": 1}, epochs=1, samples=SAMPLES, batch=BATCH, late=8, slow=20, step=0.1
+        nodes={"min": 1, "max": 1, "spares": 1}, epochs=1, samples=SAMPLES, batch=BATCH, late=20, slow=20, step=0.1
     )
     (lost,) = cluster.members()
-    cluster.until(lambda s: any("warming up" in node["doing"] for node in s["nodes"]), what="a warm-up")
-    before = {int(path.name.removeprefix("begun-")) for path in job.out.glob("begun-*")}
-    assert len(before) == 2
+    cluster.until(lambda _: len(begun(job.out)) == 2, what="two set-ups under way")
+    (spare,) = (pid for node, pid in begun(job.out).items() if node != lost)
     cluster.fault("kill", lost)
     cluster.until(closed, what="recovery")
     job.go()
     final = cluster.until_ended()
     assert (final["phase"], final["restarts"]) == ("succeeded", 0)
-    assert final_pids(job.out) < before
+    assert final_pids(job.out) == {spare}
     assert sample_ids(job.out, 1) == {0: list(range(SAMPLES))}
 
 

@@ -1,4 +1,4 @@
-"""Random interleavings of the real head and the real code of agents, on simulated workers and in simulated time.
+"""The real head and the real code of agents, in random order, on simulated workers and in simulated time.
 
 Each moment, chance decides which orders and reports arrive, who takes a turn, which workers go on, and which machine is
 lost. All follows from the seed. The story says what happened when.
@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 
 from spotrun.head.job_state import JobState
+from spotrun.state.control import NEEDS_RELEASE
 from spotrun.wire import Notice
 from tests.head.puppets import Theatre
 from tests.head.simulated_nodes import SimulatedNode
@@ -32,8 +33,8 @@ class Interleaving:
         self.training = Training(self.random)
         self.nodes: dict[str, SimulatedNode] = {}
         self._faults, self._root = faults, root
-        self._stage = Theatre(root / "bucket", machines=5, regroups=True)
-        self._comes_at: dict[str, float] = {}  # when the next machine of that name has started
+        self._stage = Theatre(root / "bucket", machines=5)
+        self._comes_at: dict[str, float] = {}  # when the machine of that name comes
         self._fault_at = self._calm_from = 0.0
         self._looked_at = 0.0
         self._job = ""
@@ -61,6 +62,27 @@ class Interleaving:
         return [each for each in self.training.losses if each.before in self._known]
 
     @property
+    def fresh(self) -> list[int]:
+        """Generations with new workers after the first one of which the head knew a step."""
+        first = min(self._known, default=0)
+        return [
+            number
+            for number, each in sorted(self.training.generations.items())
+            if number > first > 0 and not each.regroup
+        ]
+
+    @property
+    def restarted(self) -> list[int]:
+        """Generations with new workers that have a member of the last one before of which the head knew a step."""
+        found, known = [], set[tuple[str, str]]()
+        for number, each in sorted(self.training.generations.items()):
+            members = {(member.node, member.boot) for member in each.members}
+            if known & members and not each.regroup:
+                found.append(number)
+            known = members if number in self._known else known
+        return found
+
+    @property
     def trains(self) -> bool:
         """Whether the job's newest generation makes steps, and none will follow soon."""
         job, training = self.job, self.training
@@ -72,7 +94,8 @@ class Interleaving:
         least = self.random.choice([1, 2, 2])
         nodes = {"min": least, "max": self.random.choice([2, 3, 4]), "spares": self.random.choice([0, 0, 1])}
         self._job = await self._stage.queue_job("a", nodes, heartbeat_timeout=10, hang_timeout=60)
-        self.training.tell(f"{self._begun}: {nodes}, set-up {self.training.set_up} s, able {self.training.able}")
+        like = "as on GPUs" if self.training.able == NEEDS_RELEASE else "as on CPUs"
+        self.training.tell(f"{self._begun}: {nodes}, set-up {self.training.set_up} s, {like}")
         self._fault_at = self._now + self.random.uniform(3, 8)
         self._calm_from = self._now + seconds
         while self._now < self._calm_from or (not self.trains and self._now < self._calm_from + CALM):

@@ -1,7 +1,9 @@
 """Simulated nodes: the real agent's decisions about one job, with simulated workers (`simulated_workers`).
 
-The code of a runner, its generations, its worker groups and its job is the real one. Simulated are processes, uploads,
-and the moments at which a turn is taken and a report is sent.
+The code of a runner, its generations, its worker groups and its job is the real one. Simulated are the processes, the
+launcher and its store, uploads, the commit of snapshots, and the moments of turns and reports. Not simulated: an agent
+that restarts, a script that fails, several workers on a node, stores that are lost while their machine is there, and
+the state that a GPU loses by an abort without exact mode.
 """
 
 from __future__ import annotations
@@ -174,7 +176,7 @@ class SimulatedLauncher(Launcher):
             node.training.tell(f"{node.name} warms up")
         if store == self.store:
             self._next_store()
-        node.process = WorkerProcess(node.training, node, group.workers[0], max(0, generation))
+        node.process = WorkerProcess(node.training, node, group, max(0, generation))
 
     def take_store(self, generation: int, store: str) -> None:
         self._next_store()

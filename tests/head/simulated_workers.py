@@ -1,6 +1,7 @@
 """Simulated workers: objects that read and write real control blocks, as the processes of a training job do.
 
-They take their time, and each of them acts alone. They learn of each other only what a process group tells them.
+They take their time, and each of them acts alone. They learn of each other only what a process group tells them. An
+abort does not lose a worker's state: so it is on CPUs, and on GPUs in exact mode.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Literal, Protocol
 
-from spotrun.node.workers import LocalWorker
+from spotrun.node.workers import WorkerGroup
 from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE, NONE
 from spotrun.wire import Generation, Member, StateRef
 
@@ -84,6 +85,11 @@ class Training:
         """The living workers of all members; None in place of one whose machine or process is gone."""
         return [self._process(each) for each in self.generations[generation].members]
 
+    def has_lost_store(self, generation: int) -> bool:
+        """Whether the machine with the generation's store is gone."""
+        first = self.generations[generation].members[0]
+        return first.node not in self.machines or self.machines[first.node].boot != first.boot
+
     def restore(self, generation: int) -> int:
         """The step at which the generation begins: the newest that a member or the bucket has."""
         if generation in self.bases:
@@ -114,12 +120,13 @@ class Training:
 class WorkerProcess:
     """One worker. generation: for which it starts; 0: it warms up."""
 
-    def __init__(self, training: Training, machine: Machine, worker: LocalWorker, generation: int) -> None:
+    def __init__(self, training: Training, machine: Machine, group: WorkerGroup, generation: int) -> None:
         self.alive = True
         self.generation = generation
         self.state: Literal["set-up", "waiting", "forming", "restoring", "training"] = "set-up"
         self.step = NONE
-        self._training, self._machine, self._control = training, machine, worker.control
+        (worker,) = group.workers
+        self._training, self._machine, self._group, self._control = training, machine, group, worker.control
         self._ready_at = training.clock.now + training.random.uniform(0.1, training.set_up)
         worker.pid = training.count()
         training.processes[worker.path] = self
@@ -147,14 +154,21 @@ class WorkerProcess:
         now = self._training.clock.now
         if now < self._ready_at:
             return
-        self._control.entered, self._control.able = now, self._training.able
+        self._control.entered = now
         if self.generation:
             self.state = "forming"
         else:
+            self._control.able = self._training.able
             self._leave(EXIT_DRAINED)
 
     def _leave(self, code: int) -> None:
-        self._control.left, self.state, self._machine.woken = code, "waiting", True
+        """Leave the generation and wait for another one; end, if this worker cannot join another one yet."""
+        self._machine.woken = True
+        if self._control.able > 0:
+            self._control.left, self.state = code, "waiting"
+        else:
+            self.alive = False
+            self._group.exited(0, code)
 
     def _join(self) -> None:
         if self._control.joins > self.generation:
@@ -162,14 +176,16 @@ class WorkerProcess:
             self._control.entered = self._training.clock.now
 
     def _form(self) -> None:
-        """Wait until all members are in the process group, or until the agent calls this worker back."""
-        formed = self.generation in self._training.formed
-        if self._released or (formed and not self._is_whole()):
+        """Wait until all members are in the process group, the store is gone, or the agent calls this worker back."""
+        training = self._training
+        formed = self.generation in training.formed
+        if self._released or (not self._is_whole() if formed else training.has_lost_store(self.generation)):
             self._leave(EXIT_PEER)
         elif formed:
-            self._control.grouped, self.state = self._training.clock.now, "restoring"
+            self._control.grouped, self._control.able = training.clock.now, training.able
+            self.state = "restoring"
         elif all(self._is_with(each) and each.state == "forming" for each in self._peers()):
-            self._training.formed.add(self.generation)
+            training.formed.add(self.generation)
 
     def _restore(self) -> None:
         if self._released or not self._is_whole():
@@ -185,13 +201,13 @@ class WorkerProcess:
         newest = training.steps[self.generation]
         if self.step < newest:
             self._end_step()
-        elif self._released or (not self._is_whole() and self._notices()):
+        elif self._released or (not self._is_whole() and self._sees_failure()):
             self._leave(EXIT_PEER)
         elif all(self._is_with(each) and each._is_at(newest) for each in self._peers()):
             training.steps[self.generation] += training.random.random() < 0.7
 
-    def _notices(self) -> bool:
-        """Whether this worker notices that a peer has not stopped at the stop step, but is gone."""
+    def _sees_failure(self) -> bool:
+        """Whether this worker notices that a peer is gone. A peer that has stopped at the stop step is not noticed."""
         if self._training.able == NEEDS_RELEASE:
             return False
         return any(not self._is_with(each) or each._control.left == EXIT_PEER for each in self._peers())

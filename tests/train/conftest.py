@@ -20,5 +20,5 @@ def memory() -> Iterator[Path]:
 def job(memory: Path) -> Iterator[Regroups]:
     found = Regroups(memory)
     yield found
-    print(found.story())  # pytest shows this if the test has failed
+    print(found.state_and_log())  # pytest shows this if the test has failed
     found.close()

@@ -130,7 +130,7 @@ class Regroups:
     def pids(self) -> list[int]:
         return [each.process.pid for each in self.members]
 
-    def story(self) -> str:
+    def state_and_log(self) -> str:
         """What each worker has done, and what all have logged."""
         workers = [
             f"rank {c.rank} of generation {each.context.generation}: step {c.step}, left {c.left}, able {c.able}, "

@@ -114,7 +114,7 @@ if args.fill:
     fill_memory()
 if args.flood:
     threading.Thread(target=print_lines, daemon=True).start()
-(args.out / f"begun-{os.getpid()}").touch()
+(args.out / f"begun@{context.get('node')}@{os.getpid()}").touch()
 time.sleep(args.late)
 with (args.out / "setups").open("a") as setups:
     print(os.getpid(), file=setups)

@@ -1,0 +1,23 @@
+"""What `allocate` is asked."""
+
+from __future__ import annotations
+
+from spotrun.head.allocation.demand import question
+from spotrun.head.capacity.situation import Placement
+from spotrun.head.job_state import Cause, Drain, apply
+from spotrun.spec import ClusterSpec
+from tests.head.views import NOW, A, B, C, fleet, job, node, spare, start, view
+
+CLUSTER = ClusterSpec.model_validate(
+    {"name": "c", "cloud": "local", "pools": [{"name": "p", "zone": "local-a", "max": 3}]}
+)
+
+
+def test_a_job_keeps_the_newcomer_that_its_drain_has_named() -> None:
+    """A head that has just taken over has given no machine to the job."""
+    grow = Cause(kind="grow")
+    draining = apply(job(A, B, regroups=True), Drain(56, grow, NOW + 27, start(A, B, C, cause=grow)), NOW - 0.1)
+    seen = fleet(view(draining, node(A), node(B), spare(C)))
+    placement = Placement(use=frozenset({"p"}), needs=(), min=2, max=3)
+    (claim,) = question(seen, CLUSTER, {}, before={}, placements={"j": placement}).claims
+    assert claim.keeps == {A, B, C}
