@@ -367,14 +367,21 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
     "no member has the state, and the bucket is slow: wait": (
         view(
             begun(A, B, checkpoints=(StateRef(generation=1, step=48),)).replace(ordered_at=NOW - 599),
-            *(node(each, generation=2, phase="starting", regroup="able", snapshot=None) for each in (A, B)),
+            *(ahead(each, snapshot=None, workers=GROUPED) for each in (A, B)),
         ),
         (),
     ),
     "no member has the state, and the bucket does not answer: new workers": (
         view(
             begun(A, B, checkpoints=(StateRef(generation=1, step=48),)).replace(ordered_at=NOW - 601),
-            *(node(each, generation=2, phase="starting", regroup="able", snapshot=None) for each in (A, B)),
+            *(ahead(each, snapshot=None, workers=GROUPED) for each in (A, B)),
+        ),
+        (start(A, B, cause=Cause(kind="start", node=f"{A}, {B}")),),
+    ),
+    "no member has the state, and they do not get into the process group: new workers": (
+        view(
+            begun(A, B, checkpoints=(StateRef(generation=1, step=48),)).replace(ordered_at=NOW - 11),
+            *(ahead(each, snapshot=None) for each in (A, B)),
         ),
         (start(A, B, cause=Cause(kind="start", node=f"{A}, {B}")),),
     ),

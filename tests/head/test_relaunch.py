@@ -95,6 +95,7 @@ async def test_a_job_that_was_stopped_within_its_budget_is_continued(stage: Thea
     await stage.round(20)
     assert stage.written(job).phase == "stopped"
     await stage.head.relaunch(job)
+    assert stage.written(job).new_workers, "no node's warm-up is waited for"
     await stage.round(60)
     assert stage.written(job).phase == "succeeded"
 

@@ -20,5 +20,7 @@ def memory() -> Iterator[Path]:
 def job(memory: Path) -> Iterator[Regroups]:
     found = Regroups(memory)
     yield found
-    print(found.state_and_log())  # pytest shows this if the test has failed
-    found.close()
+    try:
+        print(found.state_and_log())  # pytest shows this if the test has failed
+    finally:
+        found.close()

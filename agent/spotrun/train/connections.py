@@ -31,12 +31,10 @@ def break_all() -> None:
     Neither the end of a gloo group nor its abort closes connections on which a collective waits. This ends the reading
     from them, and gloo closes them. If the writing ended too, more collectives would hang.
 
-    With three small workers, about one death in 1,000 still leaves a collective that hangs (November 2026). Then the
-    agent ends the worker. The hang needs two collectives at the same time. DDP has that with three ranks, or with
-    several buckets. When the first one fails, gloo stops reading from a connection that still brings its data
-    (`Pair::prepareRead` in gloo's tcp/pair.cc, torch 2.13). The second one waits for the same connection. In a test
-    that provokes this, 9 of 20 collectives hung. With one thread for the group instead of two, none did. But each step
-    then took 11 ms instead of 7 (three small workers, two cores).
+    Even so, a collective can hang, which is rare (bench/RESULTS.md says how rare). Then the agent ends the worker. The
+    hang needs two collectives at the same time. DDP has that with three ranks, or with several buckets. When the first
+    one fails, gloo stops reading from a connection that still brings its data (`Pair::prepareRead` in gloo's
+    tcp/pair.cc, torch 2.13). The second one waits for the same connection.
     """
     global broken
     broken = True  # first, so that no transfer is missed

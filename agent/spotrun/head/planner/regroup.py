@@ -86,7 +86,7 @@ def catch_up(view: View) -> tuple[Action, ...]:
         return ()
     known = {(node.name, node.report.boot): node for node in view.nodes}
     nodes = [(member, known.get((member.node, member.boot))) for member in wanted.members]
-    usable = all(node is not None and _is_usable(view, member, node) for member, node in nodes)
+    usable = all(node is not None and _is_usable(view, member, node, node in joined) for member, node in nodes)
     if usable and not job.stopping:
         return (begun,)
     return (EndGeneration(job.draining.cause),) if any(node in joined for node in stay) else ()
@@ -102,13 +102,14 @@ def gone_on(view: View) -> list[Node]:
     return [node for node in nodes if (node.name, node.report.boot) in boots]
 
 
-def _is_usable(view: View, member: Member, node: Node) -> bool:
-    """Whether the node has joined the generation after the drain, or can. It may leave later: then that one drains."""
-    if not (node.assigned and node.cloud not in ENDING_STATES and reports(view, node)):
-        return False
-    if node in gone_on(view):
-        return node.work.regroup in ("able", "waiting")
-    return node.work.regroup == "waiting" and node.devices == member.devices
+def _is_usable(view: View, member: Member, node: Node, joined: bool) -> bool:
+    """Whether the node can be in the generation after the drain. It may leave later: then that generation drains.
+
+    joined: whether it is in that generation already.
+    """
+    here = node.assigned and node.cloud not in ENDING_STATES and reports(view, node)
+    waits = node.work.regroup == "waiting" and node.devices == member.devices
+    return here and (waits or (joined and node.work.regroup in ("able", "waiting")))
 
 
 def start(nodes: list[Node], cause: Cause | None, regroup: bool) -> Start:
@@ -131,10 +132,10 @@ def must_release(view: View, gone: dict[str, str]) -> bool:
 
     Workers do not notice that a peer is silent, also one under notice: its connections have not ended. The head does
     not always know this either: the machine may have been replaced under the same name before the head found it silent,
-    or it has never reported to this head, which is new.
-    In both cases, `View.members` has None for the machine. If such a machine is gone, it counts as silent. Workers on
-    GPUs may not notice that a peer is gone: a collective of NCCL waits for it. Workers that form a process group do not
-    notice it either. After a regroup, the head does not know until the first step whether they still form it.
+    or it has never reported to this head, which is new. In both cases, `View.members` has None for the machine. If such
+    a machine is gone, it counts as silent. Workers on GPUs may not notice that a peer is gone: a collective of NCCL
+    waits for it. Workers that form a process group do not notice it either. After a regroup, the head does not know
+    until the first step whether they still form it.
     """
     late, unseen = list(_late(view, _survivors(view, gone))), _unseen(view)
     quiet = any(node.name in gone for node in view.members() if node is not None and node.connected)
@@ -208,9 +209,16 @@ def failed(view: View, node: Node) -> bool:
         return unexplained and not view.blind()
     waited = view.now - max(job.ordered_at, view.awake_since)
     restored = work.generation == job.generation and work.phase != "starting"
-    # If no member has a snapshot as new as the bucket's, the state may come from the bucket, which may be slow.
-    from_bucket = all(n is None or patience.state(n) < job.newest for n in view.members())
-    return not restored and waited > max(time_to_join(job), job.spec.start_timeout if from_bucket else 0.0)
+    return not restored and waited > max(time_to_join(job), job.spec.start_timeout if _fetches(view, node) else 0.0)
+
+
+def _fetches(view: View, node: Node) -> bool:
+    """Whether the node's workers are in the process group, and may wait for a state from the bucket, which may be slow.
+
+    That is so if no member has a snapshot as new as the bucket's.
+    """
+    grouped = bool(node.work.workers) and all(worker.phases[2] for worker in node.work.workers)
+    return grouped and all(n is None or patience.state(n) < view.job.newest for n in view.members())
 
 
 def time_to_join(job: JobState) -> float:
