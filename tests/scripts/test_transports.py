@@ -117,7 +117,7 @@ def test_the_end_of_a_tunnel_takes_all_that_it_started(tmp_path: Path) -> None:
     mark = f"sleep 98{os.getpid()}"
     tunnel = Tunnel(["sh", "-c", f"trap '' TERM; {mark} & echo started; wait; wait"])
     assert tunnel.sock.recv(7) == b"started"
-    (child,) = running(f"^{mark}")
+    (child,) = wait_for(lambda: running(f"^{mark}"), what="the child")  # it may not be `sleep` yet
     tunnel.close()
     wait_for(lambda: procs.status(child)[0] in "ZX", what="the end of the tunnel's own child")
     tunnel.sock.close()
