@@ -52,6 +52,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
 def main() -> int:
     args = parse()
     adopt_orphans()
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for all systems: spotrun's workers have it by default
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:

@@ -280,6 +280,36 @@ async def test_asking_whether_there_is_a_gpu_leaves_the_driver_alone(tmp_path: P
         assert b.log(1) == "ahead\n"
 
 
+HUGE = """
+import torch
+tensor = torch.ones(16 << 20)
+at = tensor.data_ptr() + tensor.nbytes // 2
+maps = [line.split() for line in open("/proc/self/smaps")]
+inside = False
+for words in maps:
+    if "-" in words[0] and len(words) > 4:
+        start, stop = (int(each, 16) for each in words[0].split("-"))
+        inside = start <= at < stop
+    elif inside and words[0] == "VmFlags:":
+        print("asks" if "hg" in words else "does not ask")
+"""
+
+
+@pytest.mark.parametrize(("value", "said"), [(None, "asks\n"), ("0", "does not ask\n")])
+async def test_large_tensors_ask_for_large_pages(
+    value: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the job sets the variable."""
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", value)
+    async with bench(tmp_path) as b:
+        await b.begin()
+        b.start(1, HUGE)
+        assert await b.code(1) == 0
+        assert b.log(1) == said
+
+
 def test_only_the_device_of_unified_memory_shows_that_the_driver_is_in_use(tmp_path: Path) -> None:
     for name, target in {"0": "/dev/null", "5": "/dev/nvidiactl", "6": "/dev/nvidia0"}.items():
         (tmp_path / name).symlink_to(target)
