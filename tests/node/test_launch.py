@@ -295,6 +295,7 @@ for words in maps:
 """
 
 
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no such pages")
 @pytest.mark.parametrize(("value", "said"), [(None, "asks\n"), ("0", "does not ask\n")])
 async def test_large_tensors_ask_for_large_pages(
     value: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

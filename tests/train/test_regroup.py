@@ -27,7 +27,6 @@ from spotrun.state.control import (
     Control,
     worker_fifo,
 )
-from spotrun.train import staging
 from spotrun.train.parallel import Parallel
 from spotrun.train.regroup import Membership
 from tests.helpers import wait_for
@@ -75,29 +74,6 @@ def test_a_planned_change_loses_nothing_and_loads_nothing(
     assert [each.control.able for each in job.members] == [able] * 3
     assert job.cluster.seen() == everything
     assert flatten(job.cluster.final()) == flatten(undisturbed)
-
-
-def test_workers_that_go_on_write_no_snapshot_at_the_stop(
-    job: Regroups, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have the state in memory, and the others wait for them. Each takes one after its next step."""
-    monkeypatch.setattr(staging, "PAUSE", 3600.0)
-    job.begin("abc", 100, stop_at=4)
-    wait_for(lambda: all(each.control.left == EXIT_DRAINED for each in job.members), 60)
-    assert [(each.control.begun, each.control.committed) for each in job.members] == [(4, NONE)] * 3
-    job.regroup(job.members, stop_at=6)
-    wait_for(lambda: all(each.control.left == EXIT_DRAINED for each in job.members), 60)
-    assert [(each.control.begun, each.control.committed) for each in job.members] == [(6, 5)] * 3
-    job.regroup(job.members)
-    assert job.end() == [0, 0, 0], job.cluster.log()
-    assert job.cluster.seen() == everything
-    assert flatten(job.cluster.final()) == flatten(undisturbed)
-
-
-def test_workers_that_nobody_invites_keep_their_state(job: Regroups) -> None:
-    job.begin("ab", 100, stop_at=4)
-    wait_for(lambda: all(each.control.left == EXIT_DRAINED for each in job.members), 60)
-    wait_for(lambda: all(each.control.committed == 4 for each in job.members), 60)
 
 
 def test_a_newcomer_on_a_gpu_takes_the_place_of_one_that_leaves(job: Regroups, undisturbed: Any) -> None:

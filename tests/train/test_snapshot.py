@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 
 from spotrun.errors import CorruptError, SpotrunError
 from spotrun.state import slots
-from spotrun.state.control import NONE, SIZE, Control
-from spotrun.train import slot_files, staging
+from spotrun.state.control import SIZE, Control
+from spotrun.train import slot_files
 from spotrun.train.encoding import DTYPES, Encoder, decode
 from spotrun.train.group_health import GroupHealth
 from spotrun.train.schedule import next_interval
@@ -76,69 +76,6 @@ def test_a_reader_takes_the_map_that_its_process_has(tmp_path: Path) -> None:
     other.write_bytes(path.read_bytes())
     os.replace(other, path)
     assert writer.mapped(slot) is None, "the file is not the one that it has mapped"
-
-
-def take_at_a_stop(writer: Writer, step: int, state: Any) -> None:
-    assert writer.take(step, lambda encoder: encoder.encode(state, "state"), set(), wait=True, alone=True)
-
-
-@pytest.mark.parametrize("how", ["settle", "guard", "pause"])
-def test_the_copies_of_a_stop_begin_when_they_are_needed(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That is at once if somebody waits for them, and otherwise after a pause."""
-    monkeypatch.setattr(staging, "PAUSE", 0.01 if how == "pause" else 3600.0)
-    state, control = {"a": torch.arange(5000.0)}, block()
-    writer = Writer(tmp_path, "job", 1, control)
-    take_at_a_stop(writer, 2, state)
-    if how == "guard":
-        writer.guard()
-        state["a"] += 1
-    if how == "settle":
-        writer.settle()
-        assert control.committed == 2
-    wait_for(lambda: control.committed == 2, 60)
-    assert torch.equal(read(tmp_path)["a"], torch.arange(5000.0))
-
-
-def test_a_snapshot_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one before it stays the newest, and the next one is due at once."""
-    monkeypatch.setattr(staging, "PAUSE", 3600.0)
-    state, control = {"a": torch.arange(5000.0)}, block()
-    writer = Writer(tmp_path, "job", 1, control)
-    take_at_a_stop(writer, 1, state)
-    writer.settle()
-    state["a"] += 1
-    take_at_a_stop(writer, 2, state)
-    assert (control.begun, control.committed) == (2, 1)
-    writer.give_up()
-    writer.settle()
-    assert (control.begun, control.copied, control.committed) == (1, 1, 1)
-    assert writer.dropped
-    assert writer.written == (1, 1)
-    assert torch.equal(read(tmp_path)["a"], torch.arange(5000.0))
-    take_at_a_stop(writer, 3, state)
-    writer.settle()
-    writer.give_up()  # too late: it counts
-    assert control.committed == 3
-    assert torch.equal(read(tmp_path)["a"], state["a"])
-
-
-def test_a_snapshot_that_is_given_up_while_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of its tensors are missing, so it does not count."""
-    state, control = {"a": torch.arange(5000.0), "b": torch.arange(5000.0)}, block()
-    writer = Writer(tmp_path, "job", 1, control)
-    copy = torch.Tensor.copy_
-
-    def copy_and_give_up(target: torch.Tensor, *args: Any) -> torch.Tensor:
-        writer.give_up()
-        return copy(target, *args)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", copy_and_give_up)
-    take_at_a_stop(writer, 1, state)
-    writer.settle()
-    assert control.committed == NONE
-    assert not slots.newest(tmp_path, "job")
 
 
 plain = st.recursive(

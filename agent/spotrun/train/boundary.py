@@ -170,8 +170,9 @@ class Boundary:
         if self._membership.survives:  # on a GPU, it stays true until this worker joins another generation
             failures.void = False
         self.profiling.drop("the generation has ended; ask again when the job trains")
-        while self._idle:
-            self._idle.pop().end()
+        for optimizer in self._idle:
+            optimizer.end()
+        self._idle.clear()
         while True:
             if not self._membership.disconnect(failed=error is not None):
                 self._exit(self._control, EXIT_PEER if error or self._context.warm_up else EXIT_DRAINED)
@@ -183,7 +184,6 @@ class Boundary:
             self._health = GroupHealth()
             try:
                 self._membership.join()
-                self.snapshots.give_up()
                 self._continue(self._membership.context, self._control)
                 return
             except Exception as failed:

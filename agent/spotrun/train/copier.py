@@ -36,7 +36,6 @@ class Copier:
     def __init__(self, control: Control, stage: Stage | None) -> None:
         self._control, self._stage = control, stage
         self._copying: Copying | None = None  # copies that wait for their guard
-        self._delayed: DelayedCopy | None = None  # the copies of the newest snapshot, if a thread makes them
         self._torn: frozenset[str] = frozenset()  # tensors that changed too early: training waits for their copies
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._running: Future[None] | None = None
@@ -76,15 +75,8 @@ class Copier:
 
     def settle(self, timeout: float | None = None) -> None:
         """Wait until the work in the thread is done. Raises its error, or `TimeoutError`."""
-        if self._delayed is not None:
-            self._delayed.hurry()
         if self._running is not None:
             self._running.result(timeout)
-
-    def give_up(self) -> None:
-        """Call if the snapshot under way is not needed any more. If it is copied already, it still counts."""
-        if self._delayed is not None:
-            self._delayed.give_up()
 
     @property
     def _busy(self) -> bool:
@@ -104,11 +96,9 @@ class Copier:
         beside: data pointers of tensors that nothing changes before the next `guard`. later: nothing changes any tensor
         before the next `guard`.
         """
-        self._delayed = None
         if later and self._stage is None:
             pairs = [(tensor.resolve_conj().resolve_neg(), views[name]) for name, tensor in tensors.items()]
-            self._delayed = DelayedCopy(pairs)
-            return Copying(self._delayed, {})
+            return Copying(DelayedCopy(pairs), {})
         staged = {}
         for name, tensor in tensors.items():
             if self._stage is not None and self._stage.takes(tensor):

@@ -140,11 +140,6 @@ class Snapshots:
         """False if this worker takes the node's snapshots, and has not begun that of this step."""
         return self.writer is None or self.writer.progress.step == step
 
-    def give_up(self) -> None:
-        """Call if the snapshot under way is not needed any more: this process goes on with its state."""
-        if self.writer is not None:
-            self.writer.give_up()
-
     def guard_copies(self) -> None:
         """Call before the state changes outside a step: wait until it is copied."""
         if self.writer is not None:

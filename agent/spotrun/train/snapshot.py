@@ -330,9 +330,6 @@ class Writer(Copier):
         """Wait until all of the snapshot is in the slot. False: a part of it cannot be used, so it is dropped."""
         copying, step = snapshot.copying, snapshot.step
         changed = [] if copying is None else copying.land()
-        if self._delayed is not None and self._delayed.given_up:
-            self._drop(snapshot)
-            return False
         missing = ""
         if snapshot.together and self._sections is not None:
             missing = self._sections.wait(step, max(PATIENCE, 2 * self.progress.expected))

@@ -12,7 +12,6 @@ import torch
 
 from spotrun.train.pinned import PinnedMemory
 
-PAUSE = 0.25  # seconds; workers that a stop leads into another generation join it after 0.02 to 0.2 s
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
 
 
@@ -91,37 +90,19 @@ class Copying:
 
 
 class DelayedCopy:
-    """A `Copy` between tensors on the CPU, which `wait` makes: call it in another thread. pairs: (source, target).
-
-    The copies begin after `PAUSE`, or when somebody waits for them. Until then, they may turn out to be needless.
-    given_up: whether they have. Then some of them are missing.
-    """
+    """A `Copy` between tensors on the CPU, which `wait` makes: call it in another thread. pairs: (source, target)."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.given_up = False
-        self._pairs, self._begin, self._over = list(pairs), threading.Event(), threading.Event()
+        self._pairs, self._over = list(pairs), threading.Event()
 
     def guard(self) -> None:
-        """Wait until the copies are made, or given up."""
-        self.hurry()
+        """Wait until the copies are made."""
         self._over.wait()
-
-    def hurry(self) -> None:
-        """Make the copies now. Any thread may call this."""
-        self._begin.set()
-
-    def give_up(self) -> None:
-        """Make no more copies. Any thread may call this."""
-        self.given_up = True
-        self._begin.set()
 
     def wait(self) -> None:
         """Make the copies."""
-        self._begin.wait(PAUSE)
         try:
             for source, target in self._pairs:
-                if self.given_up:
-                    break
                 target.copy_(source)
         finally:
             self._pairs.clear()
