@@ -135,8 +135,9 @@ def test_keys() -> None:
 def test_ctrl_c_leaves_calls_behind() -> None:
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import time; from spotrun.store.threads import at_once\n"
-        "def call(seconds): print(flush=True); time.sleep(seconds); return -seconds\n"
+        "import os, time; from spotrun.store.threads import at_once\n"
+        # Not `print`: Python aborts if a thread holds the lock of stdout while the interpreter ends.
+        "def call(seconds): os.write(1, b'\\n'); time.sleep(seconds); return -seconds\n"
         "assert list(at_once(call, [0.2, 0, 0.1], 2)) == [-0.2, 0, -0.1]\n"
         "list(at_once(call, [600] * 3, 2))\n"
     )
