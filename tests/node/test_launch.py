@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import os
 import signal
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from spotrun.machine import gpus
 from spotrun.machine.processes import descendants
 from spotrun.node import job
 from spotrun.node.launch import preload
@@ -300,8 +302,9 @@ for words in maps:
 async def test_large_tensors_ask_for_large_pages(
     value: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless the job sets the variable."""
+    """Unless the job sets the variable, or the machine has GPUs for jobs."""
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    monkeypatch.setenv(gpus.DEVICES, "")
     if value is not None:
         monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", value)
     async with bench(tmp_path) as b:
@@ -309,6 +312,20 @@ async def test_large_tensors_ask_for_large_pages(
         b.start(1, HUGE)
         assert await b.code(1) == 0
         assert b.log(1) == said
+
+
+@pytest.mark.parametrize(("there", "value"), [(0, "1"), (8, None)])
+def test_large_pages_are_for_machines_without_gpus(
+    there: int, value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")  # so that it is put back
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
+    monkeypatch.setattr(preload, "gpu_count", lambda: there)
+    monkeypatch.setattr(preload, "BASE", ())
+    preload.import_base()
+    gc.unfreeze()
+    assert os.environ.get("THP_MEM_ALLOC_ENABLE") == value
 
 
 def test_only_the_device_of_unified_memory_shows_that_the_driver_is_in_use(tmp_path: Path) -> None:
