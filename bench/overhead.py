@@ -96,17 +96,16 @@ def render(launches: list[list[Round]], turns: int) -> str:
 
 
 def _added(launches: list[list[Round]], kind: int, clock: int) -> list[float]:
-    """By how much a step of this kind is longer than one of the `_references`: the median of each launch."""
-    found = []
-    for rounds in launches:
-        bare = [statistics.mean(each[at][clock] for at in _references(kind)) for each in rounds]
-        found.append(statistics.median(each[kind][clock] - step for each, step in zip(rounds, bare, strict=True)))
-    return found
+    """By how much a step of this kind is longer than a bare one: the median of each launch.
 
+    A loop is compared with both bare loops, because their mean varies less than either; the second one with the first.
+    """
+    bare = slice(0, 1 if kind == 1 else 2)
 
-def _references(kind: int) -> tuple[int, ...]:
-    """The bare loops with which a loop is compared: both, because their mean varies less than either."""
-    return (0,) if kind == 1 else (0, 1)
+    def more(turn: Round) -> float:
+        return turn[kind][clock] - statistics.mean(each[clock] for each in turn[bare])
+
+    return [statistics.median(map(more, rounds)) for rounds in launches]
 
 
 def _cells(launches: list[list[Round]], kind: int, clock: int) -> str:

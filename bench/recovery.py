@@ -29,6 +29,7 @@ from bench.systems import SCENARIOS, SIZES, BenchError, Run, Scenario, System, W
 from bench.torchrun import PLAIN, STOCK, TUNED, Torchrun
 from bench.watch import Watch
 from spotrun.machine.processes import adopt_orphans
+from spotrun.node.launch.preload import ask_for_large_pages
 
 STOCK_SCENARIO = SCENARIOS["spare"]
 JOINED = 3.0  # seconds of training with a newcomer in which a pause is looked for
@@ -52,7 +53,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
 def main() -> int:
     args = parse()
     adopt_orphans()
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for all systems: spotrun's workers have it by default
+    ask_for_large_pages()  # in all systems, as spotrun's workers do
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:

@@ -45,9 +45,9 @@ def render(
         "As above, with models of other sizes, and with a set-up of the script that waits for some seconds before it "
         "builds the model. The pause is from the last old step to the end of the first new one, so it includes one "
         "step. The usual step is the time of a step before the fault. If a spare stands by, no machine replaces the "
-        "lost one. All workers of a large model share the machine's cores. The workers of all systems ask for pages of "
-        f"2 MB, as those of spotrun do by default. All times are medians, in seconds. A hang is {timeout:g} s without "
-        "a step, and is not in the medians.",
+        "lost one. All workers of a large model share the machine's cores. On a machine without GPUs, the workers of "
+        "all systems ask for pages of 2 MB, as those of spotrun do by default. All times are medians, in seconds. "
+        f"A hang is {timeout:g} s without a step, and is not in the medians.",
         "",
         "torchft has no spares. In both scenarios with SIGKILL, three replica groups train. One is killed, and two go "
         f"on (`min_replicas` {NODES}). torchft's "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import os
 import signal
 import tempfile
@@ -314,17 +313,18 @@ async def test_large_tensors_ask_for_large_pages(
         assert b.log(1) == said
 
 
-@pytest.mark.parametrize(("there", "value"), [(0, "1"), (8, None)])
-def test_large_pages_are_for_machines_without_gpus(
-    there: int, value: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("there", "kernel", "value"),
+    [(0, "", "1"), (8, "", None), (0, "missing", None)],
+    ids=["no GPU", "GPUs", "a kernel without them"],
+)
+def test_who_asks_for_large_pages(
+    there: int, kernel: str, value: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")  # so that it is put back
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
     monkeypatch.setattr(preload, "gpu_count", lambda: there)
-    monkeypatch.setattr(preload, "BASE", ())
-    preload.import_base()
-    gc.unfreeze()
+    preload.ask_for_large_pages(tmp_path / kernel)
     assert os.environ.get("THP_MEM_ALLOC_ENABLE") == value
 
 

@@ -66,17 +66,24 @@ def import_base() -> None:
     # With this, torch.cuda.is_available() asks NVML, not the driver: no fork can use CUDA once a driver is initialised
     # (https://docs.pytorch.org/docs/stable/cuda_environment_variables.html).
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # Large tensors get pages of 2 MB, if the system has them for those who ask. With pages of 4 KB, a step that makes
-    # 300 MB of gradients and temporary tensors spends 0.4 of its time on page faults. Where models are on GPUs, there
-    # is little to gain, and a search for 2 MB of free memory could delay a batch.
-    if not gpu_count():
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    ask_for_large_pages()
     # These objects stay. Searching them for garbage would take a seventh of the time here, and in each worker.
     # There it would also copy their memory.
     gc.disable()
     _import(BASE)
     gc.freeze()
     gc.enable()
+
+
+def ask_for_large_pages(kernel: Path = Path("/sys/kernel/mm/transparent_hugepage")) -> None:
+    """Have torch ask for pages of 2 MB for large tensors. Call this before torch is imported.
+
+    With pages of 4 KB, a step that makes 300 MB of gradients and temporary tensors spends 0.4 of its time on page
+    faults. Where models are on GPUs, there is little to gain, and the search for 2 MB of free memory could delay a
+    batch. kernel: its folder of such pages. If the kernel has none, torch would print a warning.
+    """
+    if kernel.exists() and not gpu_count():
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def close_descriptors(kept: Collection[int | None]) -> None:
