@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.footprint import assert_small
-from tests.e2e.harness import Harness, closed, digest_of, sample_ids, undisturbed
+from tests.e2e.harness import Harness, begun, closed, digest_of, final_pids, sample_ids, setups, undisturbed
 from tests.helpers import once
 
 EPOCHS, SAMPLES, BATCH = 3, 600, 2
@@ -92,18 +92,22 @@ def test_every_sample_once_though_the_number_of_nodes_changes(cluster: Harness) 
 
 
 def test_a_node_that_comes_back_does_not_disturb(cluster: Harness) -> None:
-    """Recovered when it is silent; thawed or joined again, its old workers end and it serves in a later generation."""
+    """Recovered when it is silent; thawed or joined again, its old workers end and it serves in a later generation.
+
+    Epochs are short, so the others are in a later one when it is back. They go on in their processes.
+    """
+    epochs, samples = 200, 120
     job = cluster.submit(
         nodes={"min": 2, "max": 3},
-        epochs=2,
-        samples=3000,
+        epochs=epochs,
+        samples=samples,
         batch=4,
         grow_interval=5,
         slow=100,
         heartbeat_timeout=LOST_AFTER,
     )
     cluster.until_step(30)
-    before = 0
+    before, first = 0, begun(job.out)[cluster.members()[0]]
     for number, (fault, end) in enumerate((("freeze", "thaw"), ("cut", "join"))):
         victim = cluster.members()[1]
         cluster.fault(fault, victim)
@@ -117,7 +121,9 @@ def test_a_node_that_comes_back_does_not_disturb(cluster: Harness) -> None:
     assert final["phase"] == "succeeded"
     assert final["generation"] > before
     assert all(each["kind"] in ("silent", "grow") for each in final["interruptions"])
-    assert sample_ids(job.out, 2) == {epoch: list(range(3000)) for epoch in range(2)}
+    assert setups(job.out)[first] == 1
+    assert first in final_pids(job.out)
+    assert sample_ids(job.out, epochs) == {epoch: list(range(samples)) for epoch in range(epochs)}
 
 
 def silences(status: Status) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ START = 1000.0  # when a simulation begins
 SET_UPS = (0.2, 1.0, 5.0)  # seconds that the script's set-up takes, at most
 STEP = 0.03  # seconds that a worker says a step took
 SLOTS = 2  # snapshots that a machine has in memory
+EPOCH = 100  # steps
 
 
 class Clock:
@@ -191,7 +192,12 @@ class WorkerProcess:
         if self._released or not self._is_whole():
             self._leave(EXIT_PEER)
         elif all(each.state in ("restoring", "training") for each in self._peers()):
-            self.step = self._training.restore(self.generation)
+            base = self._training.restore(self.generation)
+            if self.step != NONE and abs(base - self.step) > 1 and base // EPOCH != self.step // EPOCH:
+                self._training.tell(f"step {base} is in another epoch than step {self.step}")
+                self._leave(EXIT_PEER)
+                return
+            self.step = base
             self._control.base = self._control.step = self.step
             self._control.restored, self.state = self._training.clock.now, "training"
 

@@ -42,12 +42,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return start
 
 
-@pytest.mark.parametrize("seed", [8, 15, 25, 72, 74])
+@pytest.mark.parametrize("seed", [8, 15, 25, 57, 72, 74])
 async def test_planned_changes_lose_no_step(run: Run, seed: int) -> None:
     """Machines get notices and are replaced, and the job grows. No worker that could go on is restarted.
 
     Once the head knows a step, no generation has new workers. Seeds 25, 72 and 74 failed before the head began
-    generations when all members had stopped (November 2026); other code may take them another way.
+    generations when all members had stopped, and seed 57 before it knew the devices of a member under notice (November
+    2026); other code may take them another way.
     """
     found = await run(seed, NOTICES)
     assert found.kinds <= {"preempt", "grow"}, "a generation ended for another reason than a planned change"
@@ -77,11 +78,16 @@ async def test_lost_machines_are_no_failures(run: Run, seed: int) -> None:
     assert {"preempt", "kill"} <= found.kinds
 
 
-@pytest.mark.parametrize("seed", [2, 6, 10])
+@pytest.mark.parametrize("seed", [2, 5, 6, 30, 40])
 async def test_machines_that_stand_still_are_no_failures(run: Run, seed: int) -> None:
-    """Machines also stand still, and go on later. After that, the head may restart workers that could go on."""
+    """Machines also stand still, and go on later. No worker that could go on is restarted.
+
+    All seeds but 2 failed before agents called back the workers of such machines, and before the head went on without
+    those that still stood still (November 2026); other code may take them another way.
+    """
     found = await run(seed, FREEZES)
-    assert found.kinds <= {"preempt", "grow", "kill", "silent", "start"}
+    assert found.kinds <= {"preempt", "grow", "kill", "silent"}
+    assert found.restarted == []
     assert found.job.restarts == 0
     assert found.trains
     assert len(found.training.generations) >= LEAST

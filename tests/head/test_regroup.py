@@ -70,6 +70,12 @@ def released(*members: str, at: float = NOW - 0.1) -> Any:
     return apply(able(*members), Release(B), at)
 
 
+def ended_by_silence() -> Any:
+    """A job whose generation has ended because B was silent. It has too few nodes, and its state is in the bucket."""
+    saved = able(A, B, checkpoints=(StateRef(generation=1, step=48),))
+    return apply(saved, EndGeneration(SILENT), NOW - 60)
+
+
 def able(*members: str, **changes: Any) -> Any:
     return job(*members, regroups=True, **changes)
 
@@ -229,6 +235,50 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
     "a new head finds no machine of a member, and its peers wait for the old one: they are told to leave": (
         view(able(A, B, C), stuck(A), stuck(C), vanished=frozenset({B})),
         (Release(B, "kill"),),
+    ),
+    "a survivor stands still when the others have left: they go on without it": (
+        view(
+            released(A, B, C, at=NOW - 2),
+            waits(A),
+            frozen(B),
+            trains(C, reported_at=NOW - TIMEOUTS.failure - 0.1),
+            warm(D),
+        ),
+        (again(A, D, cause=SILENT),),
+    ),
+    "the same, and they are too few: they wait for it": (
+        view(released(A, B, C, at=NOW - 2), waits(A), frozen(B), trains(C, reported_at=NOW - TIMEOUTS.failure - 0.1)),
+        (EndGeneration(SILENT),),
+    ),
+    "the same, and only it has the newest state: they wait for it": (
+        view(
+            released(A, B, C, at=NOW - 2),
+            waits(A, snapshot=None),
+            frozen(B),
+            trains(C, reported_at=NOW - TIMEOUTS.failure - 0.1),
+            warm(D),
+        ),
+        (EndGeneration(SILENT),),
+    ),
+    "a survivor that stood still is back when the others have left: they go on without it": (
+        view(released(A, B, C, at=NOW - 2), waits(A), frozen(B), trains(C, reports_since=NOW - 0.3), warm(D)),
+        (again(A, D, cause=SILENT),),
+    ),
+    "too few waited, and a member that was silent is back: they wait until its workers have left": (
+        view(ended_by_silence(), waits(A), trains(B, reports_since=NOW - 0.3)),
+        (),
+    ),
+    "its workers have left: they go on together": (
+        view(ended_by_silence(), waits(A), waits(B, reports_since=NOW - 0.3)),
+        (again(A, B),),
+    ),
+    "its workers do not leave, and its agent does not end them: all begin with new workers": (
+        view(ended_by_silence(), waits(A), trains(B, reports_since=NOW - TIMEOUTS.regroup)),
+        (start(A, B),),
+    ),
+    "all members were silent, and are back: they wait until all workers have left": (
+        view(ended_by_silence(), *(trains(each, reports_since=NOW - 0.3) for each in (A, B))),
+        (),
     ),
     "a member is silent, and nobody can regroup: all begin with new workers": (
         view(job(A, B, C), stuck(A, regroup="no"), frozen(B), stuck(C, regroup="no"), spare(D)),
@@ -730,6 +780,32 @@ def test_only_nodes_of_a_job_that_can_regroup_stand_by() -> None:
     training = able(A, B)
     assert not JobOrders(training, bundle).of(A, "b1", (0,)).stand_by, "a member trains"
     assert JobOrders(training, bundle).of(C, "b1", (0,)).stand_by, "a spare warms up"
+    assert not JobOrders(training, bundle).of(C, "b1", (0,), fits=False).stand_by, "first, its old workers end"
+
+
+TRAINS, BEGINS = Progress(base=50, step=51), Progress(base=50, step=50)
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen", "wanted"),
+    [
+        pytest.param({"progress": TRAINS}, waits(C), True, id="the others train without it"),
+        pytest.param({"progress": TRAINS}, trains(C), True, id="the same, and its workers have not noticed"),
+        pytest.param({"progress": BEGINS}, waits(C), False, id="the others have made no step yet"),
+        pytest.param({"progress": TRAINS}, trains(A), False, id="its agent will soon report that it has gone on"),
+        pytest.param({"progress": TRAINS}, trains(A, boot="b0"), True, id="it was a member before it restarted"),
+        pytest.param({"progress": TRAINS}, warm(C, generation=1), False, id="it has warmed up"),
+        pytest.param({"progress": TRAINS}, trains(C, generation=2), False, id="it has been in the newest generation"),
+        pytest.param({"current": None, "reached": 60}, waits(C), True, id="the others have trained without it"),
+        pytest.param({"current": None, "reached": 51}, waits(C), False, id="the others have made one step at most"),
+    ],
+)
+def test_workers_that_others_have_left_behind(changes: dict[str, Any], seen: Node, wanted: bool) -> None:
+    """They may be in another epoch. They end, and new ones warm up."""
+    found = apply(able(A, B, C), again(A, B, cause=KILL), NOW - 9).replace(**changes)
+    assert found.has_left_behind(seen.report) == wanted
+    order = JobOrders(found, Bundle(id="j", code="x", job={})).of(C, "b1", (0,), fits=not wanted)
+    assert order.stand_by != wanted
 
 
 @pytest.mark.parametrize(

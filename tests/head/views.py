@@ -20,6 +20,7 @@ from spotrun.wire import Failure, Generation, JobReport, Member, Notice, Part, R
 
 NOW = 1000.0
 A, B, C, D = "a", "b", "c", "d"
+OUTER = ("connected", "reported_at", "reports_since", "cloud", "since")  # fields of `Node` that `node` can set
 
 
 def spec(**changes: Any) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def job(*members: str, **changes: Any) -> JobState:
 
 def node(name: str, **changes: Any) -> Node:
     """A healthy node that takes part in generation 1 at step 50."""
-    outer = {key: changes.pop(key) for key in ("connected", "reported_at", "cloud", "since") if key in changes}
+    outer = {key: changes.pop(key) for key in OUTER if key in changes}
     step = changes.pop("step", 50)
     worker = Worker(rank=0, pid=1, step=step, base=0, stepped_at=changes.pop("stepped_at", NOW - 0.05))
     report = {

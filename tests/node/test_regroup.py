@@ -169,15 +169,48 @@ async def test_a_node_that_joined_first_is_called_back(tmp_path: Path, args: lis
 
 def test_workers_that_leave_as_soon_as_they_are_called_back_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have left before the agent looks again."""
-    group = SimpleNamespace(joining=True, released_at=0.0)
+    group = SimpleNamespace(joining=True, released_at=0.0, generation=SimpleNamespace(members=()))
 
     def release(called_back: SimpleNamespace) -> None:
         called_back.joining, called_back.released_at = False, time.time()
 
     monkeypatch.setattr(generations, "release", release)
-    call_back: Any = generations.Generations._call_back
-    assert call_back(None, group)
-    assert not call_back(None, group)
+    call_back: Any = generations._call_back
+    assert call_back(group)
+    assert not call_back(group)
+
+
+@pytest.mark.parametrize("args", [[], ["gpu"]], ids=["on the CPU", "as on a GPU"])
+async def test_workers_of_a_generation_that_has_ended_without_them_are_called_back(
+    tmp_path: Path, args: list[str]
+) -> None:
+    """B's worker stood still while the others left, so it has noticed nothing. It goes on with them in its process."""
+    async with world(tmp_path, A, B) as w:
+        bundle = w.bundle(*args, files={"train.py": SCRIPT})
+        await w.ready(bundle, [A, B])
+        order = await w.begin(bundle, 1, [A, B])
+        before = await w.steps([A, B], 1, 5)
+        os.kill(before[1].workers[0].pid, signal.SIGSTOP)
+        await w.head.order(A, changed(order, release=True))
+        await waiting(w, A)
+        await w.head.order(B, order_of(bundle, stand_by=True))
+        os.kill(before[1].workers[0].pid, signal.SIGCONT)
+        await waiting(w, B)
+        await w.begin(bundle, 2, [A, B], regroup=True)
+        after = await w.steps([A, B], 2, max(report.workers[0].step for report in before) + 3)
+        assert [pids(report) for report in after] == [pids(report) for report in before]
+
+
+async def test_a_worker_that_has_no_peers_ends_with_its_generation(tmp_path: Path) -> None:
+    """Nothing else would stop its training. Another worker warms up."""
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle(files={"train.py": SCRIPT})
+        await w.ready(bundle, [A])
+        await w.begin(bundle, 1, [A])
+        (before,) = await w.steps([A], 1, 5)
+        await w.head.order(A, order_of(bundle, stand_by=True))
+        await w.head.wait(A, lambda r: r.regroup == "waiting" and not r.workers, "another worker has warmed up")
+        await await_for(lambda: gone(before.workers[0].pid))
 
 
 async def test_workers_on_gpus_are_released_from_a_collective(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ Send = Callable[[Order], None]
 AddEvent = Callable[[str, str], None]
 Devices = tuple[int, ...]
 
+PAUSE = 3.0  # seconds without a report after which an agent was away; it reports twice a second
+
 
 @dataclass
 class KnownAgent:
@@ -27,6 +29,7 @@ class KnownAgent:
 
     report: Report  # the newest one
     reported_at: float
+    reports_since: float  # as in `Node`
     send: Send | None = None  # sends an order over the newest connection; None: not connected
     sent: Order | None = None  # the newest order sent over that connection
     since: float = 0.0  # as in `Node`
@@ -62,6 +65,7 @@ class Agents:
         agent = self.known.get(report.node)
         if agent is None or agent.send is not send or agent.since < made or agent.report.essence != report.essence:
             return False
+        agent.reports_since = _reports_since(agent, now)
         agent.report, agent.reported_at = report, now
         if report.phase != "checking":
             agent.answered = now
@@ -108,7 +112,8 @@ class Agents:
         elif report.phase != "checking":
             unfit_since = 0.0
         answered = now if report.phase != "checking" else before.answered if before else 0.0
-        self.known[report.node] = KnownAgent(report, now, send, sent, since, answered, unfit_since)
+        back = _reports_since(before if last else None, now)
+        self.known[report.node] = KnownAgent(report, now, back, send, sent, since, answered, unfit_since)
         return noticed
 
     def _note(self, report: Report, work: JobReport, now: float, sent: Order | None) -> None:
@@ -184,11 +189,15 @@ class Agents:
             wanted = JobOrders(job, self._bundle(job))
             if job.id not in self._orders or not self._orders[job.id].same(wanted):
                 self._orders[job.id] = wanted
+        known = {job.id: job for job in jobs}
         for node, agent in self.known.items():
             if agent.send is None or node not in nodes:
                 continue
             boot = agent.report.boot
-            found = tuple(self._orders[job].of(node, boot, devices) for job, devices in nodes[node].items())
+            found = tuple(
+                self._orders[job].of(node, boot, devices, fits=not known[job].has_left_behind(agent.report))
+                for job, devices in nodes[node].items()
+            )
             if agent.sent is None or (agent.sent.jobs, agent.sent.parked) != (found, parked):
                 agent.sent = Order(epoch=epoch, jobs=found, parked=parked)
                 agent.send(agent.sent)
@@ -241,6 +250,7 @@ class Agents:
                 agent.report,
                 connected=agent.send is not None,
                 reported_at=agent.reported_at,
+                reports_since=agent.reports_since,
                 cloud=state,
                 since=agent.since,
                 misfits=dict(self._misfits.get(name, {})),
@@ -261,6 +271,11 @@ class Agents:
             times = (each.ends, retires, each.started)
             found.append(Machine(each.name, each.pool, state, each.created, answered, kind, *times))
         return tuple(found)
+
+
+def _reports_since(before: KnownAgent | None, now: float) -> float:
+    """As in `Node`, when another report comes now. before: None: this is the first one."""
+    return before.reports_since if before is not None and now - before.reported_at < PAUSE else now
 
 
 def _phases(report: Report) -> tuple[str, ...]:

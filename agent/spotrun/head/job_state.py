@@ -40,7 +40,7 @@ from spotrun.head.job_parts import Saving as Saving
 from spotrun.head.speeds import Slow, Speed
 from spotrun.head.timeline import Timeline
 from spotrun.spec import JobSpec
-from spotrun.wire import Failure, Generation, Kept, Manifest, Member, StateRef
+from spotrun.wire import Failure, Generation, Kept, Manifest, Member, Report, StateRef
 
 Phase = Literal["queued", "starting", "running", "draining", "waiting", "finishing", "succeeded", "failed", "stopped"]
 ENDED = ("succeeded", "failed", "stopped")
@@ -185,6 +185,20 @@ class JobState(Kept):
         """The nodes that may hold a state of it. What others say about it does not count: the code of a job may lie."""
         members = (*self.last, *(self.following.members if self.following else ()))
         return frozenset([*self.trained, *(member.node for member in members)])
+
+    def has_left_behind(self, report: Report) -> bool:
+        """Whether others have made steps since a node's workers were in a generation.
+
+        Then these workers cannot join the next one: the script may be in another epoch there. That is so if the node
+        was silent, and the others went on without it.
+        """
+        work = report.of(self.id)
+        if work is None or work.generation >= self.generation:
+            return False
+        member = any((each.node, each.boot) == (report.node, report.boot) for each in self.members)
+        steps = [each.step for each in (*work.workers, *work.before) if each.step >= 0]
+        trains = self.progress.step > max(self.progress.base, -1)
+        return not member and bool(steps) and (trains or max(steps) + 1 < self.reached)
 
     @property
     def kept(self) -> Member | None:

@@ -14,18 +14,19 @@ class JobOrders:
 
     def __init__(self, job: JobState, bundle: Bundle) -> None:
         self._job, self._bundle, self._keeper = job, bundle, job.keeper
-        self._found: dict[tuple[str, str, tuple[int, ...] | None], JobOrder] = {}
+        self._found: dict[tuple[str, str, tuple[int, ...] | None, bool], JobOrder] = {}
 
     def same(self, other: JobOrders) -> bool:
         """Whether the other orders say the same to each agent."""
         return self._essence == other._essence
 
-    def of(self, node: str, boot: str, devices: tuple[int, ...] | None) -> JobOrder:
+    def of(self, node: str, boot: str, devices: tuple[int, ...] | None, fits: bool = True) -> JobOrder:
         """What the agent `node`, in its incarnation `boot`, should be doing.
 
-        devices: those that the job has there, (): all; None: the job has none, or none any more.
+        devices: those that the job has there, (): all; None: the job has none, or none any more. fits: whether the
+        node's workers, if they wait, could join the next generation.
         """
-        key = (node, boot, devices)
+        key = (node, boot, devices, fits)
         if key not in self._found:
             self._found[key] = self._order(*key)
         return self._found[key]
@@ -39,9 +40,9 @@ class JobOrders:
         told = job.draining, job.saving, job.released, job.dumping
         return self._bundle, job.current, job.generation, *told, stand_by, *kept
 
-    def _order(self, node: str, boot: str, devices: tuple[int, ...] | None) -> JobOrder:
+    def _order(self, node: str, boot: str, devices: tuple[int, ...] | None, fits: bool) -> JobOrder:
         job, save = self._job, self._save(node)
-        stand_by = devices is not None and job.regroups and job.wants_nodes
+        stand_by = devices is not None and job.regroups and job.wants_nodes and fits
         order = JobOrder(bundle=self._bundle, devices=devices or (), stand_by=stand_by)
         if job.kept_node:
             return order.replace(devices=job.kept_node.member.devices)

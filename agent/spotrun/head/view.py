@@ -47,6 +47,7 @@ class Node:
     work: JobReport = NO_WORK  # the part of it about the job of the view
     connected: bool = False  # whether the agent is connected to this head
     reported_at: float = 0.0  # when the newest report arrived
+    reports_since: float = 0.0  # since when its reports have come without a pause, as far as this head knows
     cloud: str | None = None  # the state of its machine, or `gone`; None: the cloud has not answered
     since: float = 0.0
     """When its present phase began, or a job's phase on it, as far as this head knows.

@@ -20,7 +20,7 @@ from spotrun.wire import Failure, Generation, JobOrder
 log = logging.getLogger(__name__)
 
 
-CALL_BACK = 3.0  # seconds for workers to leave a generation that does not begin
+CALL_BACK = 3.0  # seconds for workers to leave a generation that does not begin, or that has ended without them
 LAUNCHERS = 3  # that may end while workers warm up; after that, the script may be at fault
 AGAIN = (30.0, 1800.0)  # seconds until a failed warm-up is tried again: the first pause, the longest
 
@@ -65,7 +65,7 @@ class Generations:
             if self._stays(job, group, wanted, order.stand_by) and (wanted is None or self._regroup(job, wanted, rank)):
                 return
             may_regroup = order.stand_by if wanted is None else wanted.regroup
-            if may_regroup and self._call_back(group):
+            if may_regroup and self._has_devices(job) and _call_back(group):
                 return
             await self.end_group(job, group)
             if group.living:
@@ -103,21 +103,15 @@ class Generations:
                 self._launchers_lost, self._lost_with = self._launchers_lost + 1, group.origin
             if not group.launcher_ended or self._launchers_lost >= LAUNCHERS:
                 self._fail_warm_up(group.failure.message if group.failure else "the script ended")
-        if self._node.claims.devices(self._id) != self._devices(job):
+        if not self._has_devices(job):
             return False
         if wanted is None:
             return stand_by and (group.regroup == "waiting" or (group.number == 0 and group.alive))
         return wanted.regroup and wanted.number > self.newest and group.regroup == "waiting"
 
-    def _call_back(self, group: WorkerGroup) -> bool:
-        """If workers wait for the others of a generation that does not begin, have these workers leave the generation.
-
-        True: the workers still have time to leave. After that, they can join another generation.
-        """
-        if not group.joining:
-            return False
-        release(group)  # from now on, they may leave at any moment: then the next turn finds that they wait
-        return time.time() - group.released_at < CALL_BACK
+    def _has_devices(self, job: Job) -> bool:
+        """Whether the job's workers have the devices that the job has now."""
+        return self._node.claims.devices(self._id) == self._devices(job)
 
     def _devices(self, job: Job) -> tuple[int, ...]:
         return job.devices or tuple(range(self._node.devices))
@@ -215,6 +209,19 @@ def _goes_on(group: WorkerGroup | None, order: JobOrder) -> bool:
     # Workers that have lost a peer wait for an order: the generation after the drain may not begin.
     stopped = order.generation is None or group.stopped_in(order.generation.number)
     return stopped and group.regroup == "waiting"
+
+
+def _call_back(group: WorkerGroup) -> bool:
+    """Have workers leave a generation that does not begin, or that went on without them while this node was silent.
+
+    True: the workers still have time to leave. After that, they can join another generation.
+    """
+    # Workers without peers complete their steps, and nothing would stop them.
+    peers = len(group.generation.members) > 1
+    if not group.joining and not (peers and group.number > 0 and group.regroup == "able"):
+        return False
+    release(group)  # from now on, they may leave at any moment: then the next turn finds that they wait
+    return time.time() - group.released_at < CALL_BACK
 
 
 def release(group: WorkerGroup) -> None:

@@ -109,8 +109,11 @@ def keeps_state(view: View, node: Node) -> bool:
 def _own(view: FleetView, node: Node, job: JobState, mine: Mapping[str, Devices]) -> Node:
     """The node as the job sees it."""
     work = node.report.of(job.id) or NO_WORK
+    if job.has_left_behind(node.report):
+        work = work.replace(phase="ready", regroup="no", failure=None)  # its workers end, and new ones warm up
     if node.name not in mine:
         # The job gives up a member under notice. The member leaves with the drain that the notice causes.
-        return replace(node, work=work, assigned=node.leaving and job in view.members.get(node.name, ()))
+        member = next((each for each in job.members if node.leaving and each.node == node.name), None)
+        return replace(node, work=work, assigned=member is not None, devices=member.devices if member else ())
     devices = mine[node.name]
     return replace(node, work=work, devices=devices, free=free(view, node, job, devices))

@@ -90,7 +90,7 @@ def _assemble(view: View) -> tuple[Action, ...]:
     if job.ending is None:
         if broken := _cannot_be_set_up(view):
             return (Finish("failed", broken),)
-        may = waiting.enough(view, ready) and not view.blind() and not _must_save_first(view, ready)
+        may = waiting.enough(view, ready) and not view.blind()
         if may and (started := _start(view, ready, None)):
             return started
     if job.ending is None and job.regroups and regroup.called_back(view, ready):
@@ -219,7 +219,7 @@ def _restart(view: View, cause: Cause) -> tuple[Action, ...]:
     ready, least = eligible(view), view.job.spec.nodes.min
     if len(ready) < least:
         ready += departure.stays(view)[: least - len(ready)]
-    if view.job.stopping or len(ready) < least or _must_save_first(view, ready):
+    if view.job.stopping or len(ready) < least:
         return (EndGeneration(cause=cause),)
     return _start(view, ready, cause) or (EndGeneration(cause=cause),)
 
@@ -359,7 +359,7 @@ def _unexplained_failure(view: View, reporting: list[Node]) -> tuple[Failure, No
 
 
 def _start(view: View, ready: list[Node], cause: Cause | None) -> tuple[Action, ...]:
-    """Begin a generation. (): workers that it needs warm up, or leave a generation that does not begin.
+    """Begin a generation. (): workers that it needs warm up, or leave another generation, or a snapshot comes first.
 
     Survivors get the first ranks, in their old order.
     """
@@ -370,4 +370,6 @@ def _start(view: View, ready: list[Node], cause: Cause | None) -> tuple[Action, 
             return ()
     ranks = {(member.node, member.boot): rank for rank, member in enumerate(job.last)}
     ready = sorted(ready, key=lambda n: (ranks.get((n.name, n.report.boot), len(ranks)), n.name))
+    if _must_save_first(view, ready):
+        return ()
     return (regroup.start(ready[: job.spec.nodes.max], cause, regroup=members is not None),)

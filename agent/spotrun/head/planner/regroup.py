@@ -29,13 +29,14 @@ def members(view: View, ready: list[Node], cause: Cause | None) -> list[Node] | 
     early = called_back(view, ready)
     found = [node for node in ready if node.work.regroup == "waiting"]
     last = {(member.node, member.boot) for member in job.last}
-    others = [node for node in ready if node not in found and node not in early and node.phase != "ready"]
+    soon = [*early, *(node for node in ready if _returns(view, node))]
+    others = [node for node in ready if node not in found and node not in soon and node.phase != "ready"]
     if any((node.name, node.report.boot) in last for node in others):
         return None  # a survivor cannot go on: without it, the generation would be smaller than it can be
     if early:
         return []  # the workers of these nodes will soon wait
-    warming = _warming(ready)
-    if not found and sum(_sets_up(view, node) for node in warming) < job.spec.nodes.min:
+    warming = _warming(view, ready)
+    if not found and sum(_returns(view, node) or _sets_up(view, node) for node in warming) < job.spec.nodes.min:
         return None  # too few have begun the set-up: new workers are as fast
     if len(found) >= job.spec.nodes.min:
         return found
@@ -123,7 +124,7 @@ def start(nodes: list[Node], cause: Cause | None, regroup: bool) -> Start:
 
 def reason(view: View) -> str:
     """Which nodes a job waits for, although it could begin at once with new workers; empty: it waits for none."""
-    names = [node.name for node in _warming(eligible(view))]
+    names = [node.name for node in _warming(view, eligible(view))]
     return f"waiting for {', '.join(names)} to warm up" if names and view.job.regroups else ""
 
 
@@ -226,9 +227,24 @@ def time_to_join(job: JobState) -> float:
     return TIMEOUTS.regroup + job.state_bytes / TIMEOUTS.regroup_rate
 
 
-def _warming(ready: list[Node]) -> list[Node]:
-    """The nodes whose workers warm up, or will soon begin to."""
-    return [node for node in ready if node.work.regroup in ("no", "able") and node.phase == "ready"]
+def _warming(view: View, ready: list[Node]) -> list[Node]:
+    """The nodes whose workers will soon wait: they warm up, are about to begin that, or return from a generation."""
+    new = (node for node in ready if node.work.regroup in ("no", "able") and node.phase == "ready")
+    return [*new, *(node for node in ready if _returns(view, node))]
+
+
+def _returns(view: View, node: Node) -> bool:
+    """Whether the node was silent when its workers should have left their generation, or still is.
+
+    When it is back, its agent calls them back. Then they wait, or new ones warm up. It may also turn out to be lost.
+    """
+    job, work = view.job, node.work
+    if not work.workers or work.regroup != "able" or work.generation > job.generation:
+        return False
+    ended = work.generation < job.generation or job.current is None
+    silent_now = not ended and view.now - max(node.reported_at, view.awake_since) > TIMEOUTS.failure
+    back_since = max(node.reports_since, job.ordered_at if ended else 0.0)
+    return silent_now or view.now - back_since < TIMEOUTS.regroup
 
 
 def _sets_up(view: View, node: Node) -> bool:
