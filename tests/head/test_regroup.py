@@ -250,7 +250,17 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(released(A, B, C, at=NOW - 2), waits(A), frozen(B), trains(C, reported_at=NOW - TIMEOUTS.failure - 0.1)),
         (EndGeneration(SILENT),),
     ),
-    "the same, and only it has the newest state: they wait for it": (
+    "the same on GPUs, and only it has the newest state: they wait for it": (
+        view(
+            released(A, B, C, at=NOW - 30),
+            waits(A, snapshot=None, **GPU),
+            frozen(B),
+            trains(C, reported_at=NOW - TIMEOUTS.failure - 0.1, **GPU),
+            warm(D),
+        ),
+        (EndGeneration(SILENT),),
+    ),
+    "the same, but a worker that waits has the state in its memory: they go on without the one that stands still": (
         view(
             released(A, B, C, at=NOW - 2),
             waits(A, snapshot=None),
@@ -258,7 +268,7 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
             trains(C, reported_at=NOW - TIMEOUTS.failure - 0.1),
             warm(D),
         ),
-        (EndGeneration(SILENT),),
+        (again(A, D, cause=SILENT),),
     ),
     "a survivor that stood still is back when the others have left: they go on without it": (
         view(released(A, B, C, at=NOW - 2), waits(A), frozen(B), trains(C, reports_since=NOW - 0.3), warm(D)),

@@ -142,8 +142,9 @@ def _ending(view: View) -> Ending:
 def _must_save_first(view: View, ready: list[Node]) -> bool:
     """Whether the newest snapshot must be in the bucket before the next generation begins.
 
-    That is so if the bucket does not have this snapshot, and no ready node has a snapshot of the same generation. If a
-    ready node has one, at most the work of one snapshot interval is lost. `patience` limits the wait.
+    That is so if the bucket does not have this snapshot, and no ready node has a state of the same generation. If a
+    ready node has one, at most the work of one snapshot interval is lost. `patience` limits the wait. ready: the nodes
+    of the next generation.
     """
     job = view.job
     since = max(job.ordered_at, view.awake_since)  # while no head ran, no node could be ready for long
@@ -151,7 +152,14 @@ def _must_save_first(view: View, ready: list[Node]) -> bool:
         return False
     reporting = [n for n in view.nodes if reports(view, n) and n.work.job == job.id]
     newest = max(map(patience.state, reporting), default=(-1, -1))
-    return newest > job.newest and newest[0] > max((patience.state(n)[0] for n in ready), default=newest[0])
+    return newest > job.newest and newest[0] > max(map(_generation_of_state, ready), default=newest[0])
+
+
+def _generation_of_state(node: Node) -> int:
+    """The generation of the newest state that the node's snapshot or its waiting workers have; -1: they have none."""
+    work = node.work
+    lives = work.regroup == "waiting" and not work.needs_release and any(each.step >= 0 for each in work.workers)
+    return max(patience.state(node)[0], work.generation if lives else -1)
 
 
 def _supervise(view: View) -> tuple[Action, ...]:
