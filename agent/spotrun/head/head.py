@@ -308,6 +308,8 @@ class Head:
         job = self.stragglers.observe(replace(view, job=job), add_event)
         if said := recovery(before, job):
             add_event("recovered", said)
+        if job.has_stepped and not before.has_stepped:
+            view = self._job_view(fleet, job, conditions)  # from now on, other nodes may be left behind
         job, manifest = self.completions.advance(job, work, now)
         if manifest is not None:
             add_event("checkpoint", f"step {manifest.step} is in the bucket")

@@ -181,6 +181,11 @@ class JobState(Kept):
         return begun and self.progress.step <= self.progress.base
 
     @property
+    def has_stepped(self) -> bool:
+        """Whether the current generation has completed a step."""
+        return self.progress.step > max(self.progress.base, -1)
+
+    @property
     def involved(self) -> frozenset[str]:
         """The nodes that may hold a state of it. What others say about it does not count: the code of a job may lie."""
         members = (*self.last, *(self.following.members if self.following else ()))
@@ -197,8 +202,7 @@ class JobState(Kept):
             return False
         member = any((each.node, each.boot) == (report.node, report.boot) for each in self.members)
         steps = [each.step for each in (*work.workers, *work.before) if each.step >= 0]
-        trains = self.progress.step > max(self.progress.base, -1)
-        return not member and bool(steps) and (trains or max(steps) + 1 < self.reached)
+        return not member and bool(steps) and (self.has_stepped or max(steps) + 1 < self.reached)
 
     @property
     def kept(self) -> Member | None:

@@ -52,7 +52,6 @@ def decide(view: View) -> Departure | None:
     took = _stop(view)
     last = min(_last_moment(view, node, took) for node in leaving)
     noticed = any(node.under_notice for node in leaving)
-    stepped = view.job.progress.step > max(view.job.progress.base, -1)
     names = ", ".join(node.name for node in leaving)
     if left >= view.job.spec.nodes.min:
         stop, reason = True, f"{left} {'node is' if left == 1 else 'nodes are'} ready without {names}"
@@ -70,7 +69,7 @@ def decide(view: View) -> Departure | None:
         stop=stop,
         last=last,
         deadline=_give_up(view, leaving),
-        save=not stop and stepped and _worth_saving(view, len(leaving) == len(members)),
+        save=not stop and view.job.has_stepped and _worth_saving(view, len(leaving) == len(members)),
         reason=reason,
     )
 

@@ -263,7 +263,7 @@ def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | Non
         cause, deadline = Cause(kind="grow"), view.now + TIMEOUTS.drain
     else:
         return ()
-    if job.progress.step > max(job.progress.base, -1):
+    if job.has_stepped:
         step = checkpointing.ahead(view, reporting, DRAIN_AHEAD)
         return (Drain(step, cause, deadline, regroup.following(view, cause), reason),)
     # This generation has completed no step, so a restart loses no work. Growth waits for the first step. So do workers
