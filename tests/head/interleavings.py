@@ -6,6 +6,7 @@ lost. All follows from the seed. The story says what happened when.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -15,7 +16,7 @@ from spotrun.state.control import NEEDS_RELEASE
 from spotrun.wire import Notice
 from tests.head.puppets import Theatre
 from tests.head.simulated_nodes import SimulatedNode
-from tests.head.simulated_workers import Loss, Training
+from tests.head.simulated_workers import Loss, Training, WorkerProcess
 
 MOMENTS = (0.002, 0.005, 0.02, 0.05)  # seconds from one moment to the next
 LOOK = 0.5  # seconds between two looks of the scaler
@@ -98,8 +99,23 @@ class Interleaving:
         self.training.tell(f"{self._begun}: {nodes}, set-up {self.training.set_up} s, {like}")
         self._fault_at = self._now + self.random.uniform(3, 8)
         self._calm_from = self._now + seconds
+        await self.go_on()
+
+    async def go_on(self) -> None:
+        """Wait until faults are over and the job trains."""
         while self._now < self._calm_from or (not self.trains and self._now < self._calm_from + CALM):
             await self._moment()
+
+    async def stand_still(self, seconds: float) -> None:
+        """The member with rank 1 stands still. Wait until that is over, and the job trains."""
+        self._stop(self._members()[1], seconds)
+        self._fault_at, self._calm_from = math.inf, self._now + seconds
+        await self.go_on()
+
+    @property
+    def processes(self) -> list[WorkerProcess | None]:
+        """The workers of all members."""
+        return [node.process for node in self._members()]
 
     @property
     def _now(self) -> float:
@@ -197,6 +213,10 @@ class Interleaving:
         self._stage.head.disconnect(name, node.send)
         self.training.tell(f"{name} is gone")
 
+    def _stop(self, node: SimulatedNode, seconds: float) -> None:
+        node.frozen_until = self._now + seconds
+        self.training.tell(f"{node.name} stands still for {seconds:.1f} s")
+
     def _cause_fault(self) -> None:
         soon = self.random.random() < 0.2  # while the job still recovers from this one
         self._fault_at = self._now + (self.random.uniform(0.05, 1.0) if soon else self.random.uniform(2, 15))
@@ -211,8 +231,7 @@ class Interleaving:
             if fault == "kill":
                 self._lose(node.name)
             elif fault == "freeze":
-                node.frozen_until = self._now + self.random.uniform(0.5, FROZEN)
-                self.training.tell(f"{node.name} stands still for {node.frozen_until - self._now:.1f} s")
+                self._stop(node, self.random.uniform(0.5, FROZEN))
             elif node.notice is None:
                 node.notice = Notice(kind="preempt", deadline=self._now + self.random.uniform(15, 40))
                 self.training.tell(f"{node.name} gets a notice")

@@ -18,6 +18,7 @@ NOTICES = ["notice"]
 ALL = ["notice", "kill", "head"]
 FREEZES = ["notice", "kill", "freeze", "head"]
 LEAST = 5  # generations of a run
+TWO_NODES = [3, 24, 40]  # seeds of jobs that need two machines and have no spares
 Run = Callable[..., Awaitable[Interleaving]]
 
 
@@ -92,6 +93,19 @@ async def test_machines_that_stand_still_are_no_failures(run: Run, seed: int) ->
     assert found.trains
     assert len(found.training.generations) >= LEAST
     assert "silent" in found.kinds
+
+
+@pytest.mark.parametrize("seed", TWO_NODES)
+async def test_a_machine_that_was_silent_goes_on_with_its_workers(run: Run, seed: int) -> None:
+    """The job needs both of its machines. It goes on when the one that was silent is back, and runs no set-up again."""
+    found = await run(seed, [], seconds=0.0)
+    before = found.processes
+    assert len(before) == 2
+    await found.stand_still(14.0)
+    print(found.story)
+    assert found.kinds == {"silent"}
+    assert found.processes == before
+    assert found.trains
 
 
 async def test_a_seed_has_one_story(run: Run) -> None:

@@ -274,6 +274,17 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(released(A, B, C, at=NOW - 2), waits(A), frozen(B), trains(C, reports_since=NOW - 0.3), warm(D)),
         (again(A, D, cause=SILENT),),
     ),
+    "a new head came before the workers were told to leave, and one of them does not: all begin with new workers": (
+        view(
+            released(A, B, C, at=NOW - 2),
+            waits(A, reports_since=NOW - 4),
+            frozen(B),
+            trains(C, reports_since=NOW - 4),
+            warm(D),
+            awake_since=NOW - 5,
+        ),
+        (start(A, C, D, cause=SILENT),),
+    ),
     "too few waited, and a member that was silent is back: they wait until its workers have left": (
         view(ended_by_silence(), waits(A), trains(B, reports_since=NOW - 0.3)),
         (),
@@ -780,6 +791,11 @@ def test_a_job_says_that_it_waits_for_a_warm_up() -> None:
     assert plan(seen).reason == f"waiting for {D} to warm up"
 
 
+def test_a_job_says_that_it_waits_for_workers_that_were_called_back() -> None:
+    seen = view(ended_by_silence(), waits(A), trains(B, reports_since=NOW - 0.3), warming(D))
+    assert plan(seen).reason == f"waiting for {B} to leave the last generation; waiting for {D} to warm up"
+
+
 def test_only_nodes_of_a_job_that_can_regroup_stand_by() -> None:
     bundle = Bundle(id="j", code="x", job={})
     waiting = apply(able(A, B), EndGeneration(KILL), NOW)
@@ -808,11 +824,12 @@ TRAINS, BEGINS = Progress(base=50, step=51), Progress(base=50, step=50)
         pytest.param({"progress": TRAINS}, trains(C, generation=2), False, id="it has been in the newest generation"),
         pytest.param({"current": None, "reached": 60}, waits(C), True, id="the others have trained without it"),
         pytest.param({"current": None, "reached": 51}, waits(C), False, id="the others have made one step at most"),
+        pytest.param({"current": None, "reached": 40}, waits(C), True, id="the others have gone back"),
     ],
 )
 def test_workers_that_others_have_left_behind(changes: dict[str, Any], seen: Node, wanted: bool) -> None:
     """They may be in another epoch. They end, and new ones warm up."""
-    found = apply(able(A, B, C), again(A, B, cause=KILL), NOW - 9).replace(**changes)
+    found = apply(able(A, B, C), again(A, B, cause=KILL), NOW - 9).replace(**{"reached": 50, **changes})
     assert found.has_left_behind(seen.report) == wanted
     order = JobOrders(found, Bundle(id="j", code="x", job={})).of(C, "b1", (0,), fits=not wanted)
     assert order.stand_by != wanted

@@ -348,9 +348,14 @@ class Head:
                 raise failed
 
     def _order(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
-        """Send orders. An agent of version 1 that has a parked job gets none: it would end that job."""
+        """Send orders. An agent of version 1 that has a parked job gets none: it would end that job.
+
+        A silent agent gets none until it reports. When it is back, it would otherwise first obey orders that were right
+        while it was silent, such as to end its workers.
+        """
         parked = job_queue.parked_nodes(self)
-        told = (node.name for node in view.nodes if node.report.version > 1 or node.name not in parked)
+        awake = (node for node in view.nodes if not liveness.silent(view, node))
+        told = (node.name for node in awake if node.report.version > 1 or node.name not in parked)
         nodes: dict[str, dict[str, tuple[int, ...] | None]] = {name: {} for name in told}
         for job in view.jobs:
             seen = self._settled.get(job.id) or self._job_view(view, job, conditions)

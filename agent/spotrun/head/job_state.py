@@ -110,7 +110,7 @@ class JobState(Kept):
     stacks: str = ""
     kept_node: KeptNode | None = None  # see `JobSpec.keep_on_failure`
     progress: Progress = Progress()
-    reached: int = 0  # the newest step of any generation
+    reached: int = 0  # the newest step of the newest generation that has restored a state
     pace: float = 0.0  # seconds a step, of the newest generation that completed steps
     paced: int = 0  # nodes of that generation; 0: not known
     speeds: tuple[Speed, ...] = ()  # how fast it was on which machines
@@ -200,9 +200,10 @@ class JobState(Kept):
         work = report.of(self.id)
         if work is None or work.generation >= self.generation:
             return False
-        member = any((each.node, each.boot) == (report.node, report.boot) for each in self.members)
         steps = [each.step for each in (*work.workers, *work.before) if each.step >= 0]
-        return not member and bool(steps) and (self.has_stepped or max(steps) + 1 < self.reached)
+        if not steps or not (self.has_stepped or abs(self.reached - max(steps)) > 1):
+            return False
+        return all((each.node, each.boot) != (report.node, report.boot) for each in self.members)
 
     @property
     def kept(self) -> Member | None:

@@ -142,9 +142,9 @@ def _ending(view: View) -> Ending:
 def _must_save_first(view: View, ready: list[Node]) -> bool:
     """Whether the newest snapshot must be in the bucket before the next generation begins.
 
-    That is so if the bucket does not have this snapshot, and no ready node has a state of the same generation. If a
-    ready node has one, at most the work of one snapshot interval is lost. `patience` limits the wait. ready: the nodes
-    of the next generation.
+    ready: the nodes of the next generation. That is so if the bucket does not have this snapshot, and none of these
+    nodes has a state of the same generation. If one has, at most the work of one snapshot interval is lost. `patience`
+    limits the wait.
     """
     job = view.job
     since = max(job.ordered_at, view.awake_since)  # while no head ran, no node could be ready for long

@@ -28,10 +28,9 @@ def members(view: View, ready: list[Node], cause: Cause | None) -> list[Node] | 
         return None
     early = called_back(view, ready)
     found = [node for node in ready if node.work.regroup == "waiting"]
+    soon = {node.name for node in (*early, *found)} | {node.name for node in ready if _returns(view, node)}
     last = {(member.node, member.boot) for member in job.last}
-    soon = [*early, *(node for node in ready if _returns(view, node))]
-    others = [node for node in ready if node not in found and node not in soon and node.phase != "ready"]
-    if any((node.name, node.report.boot) in last for node in others):
+    if any((node.name, node.report.boot) in last and node.name not in soon and node.phase != "ready" for node in ready):
         return None  # a survivor cannot go on: without it, the generation would be smaller than it can be
     if early:
         return []  # the workers of these nodes will soon wait
@@ -124,8 +123,11 @@ def start(nodes: list[Node], cause: Cause | None, regroup: bool) -> Start:
 
 def reason(view: View) -> str:
     """Which nodes a job waits for, although it could begin at once with new workers; empty: it waits for none."""
-    names = [node.name for node in _warming(view, eligible(view))]
-    return f"waiting for {', '.join(names)} to warm up" if names and view.job.regroups else ""
+    found = _warming(view, eligible(view)) if view.job.regroups else []
+    back = [node.name for node in found if _returns(view, node)]
+    new = [node.name for node in found if node.name not in back]
+    waits = (back, "to leave the last generation"), (new, "to warm up")
+    return "; ".join(f"waiting for {', '.join(names)} {what}" for names, what in waits if names)
 
 
 def must_release(view: View, gone: dict[str, str]) -> bool:
@@ -234,17 +236,20 @@ def _warming(view: View, ready: list[Node]) -> list[Node]:
 
 
 def _returns(view: View, node: Node) -> bool:
-    """Whether the node was silent when its workers should have left their generation, or still is.
+    """Whether the node's workers did not leave their generation when others did, because the node was silent.
 
     When it is back, its agent calls them back. Then they wait, or new ones warm up. It may also turn out to be lost.
+    Soon after the end of a generation, this is also true for workers that leave it late for another reason.
     """
     job, work = view.job, node.work
     if not work.workers or work.regroup != "able" or work.generation > job.generation:
         return False
-    ended = work.generation < job.generation or job.current is None
-    silent_now = not ended and view.now - max(node.reported_at, view.awake_since) > TIMEOUTS.failure
-    back_since = max(node.reports_since, job.ordered_at if ended else 0.0)
-    return silent_now or view.now - back_since < TIMEOUTS.regroup
+    if work.generation < job.generation or job.current is None:
+        return view.now - max(job.ordered_at, node.reports_since) < TIMEOUTS.regroup
+    if view.now - max(node.reported_at, view.awake_since) > TIMEOUTS.failure:
+        return True
+    back = job.released is not None and node.reports_since > job.released.at
+    return back and view.now - node.reports_since < TIMEOUTS.regroup
 
 
 def _sets_up(view: View, node: Node) -> bool:
