@@ -15,6 +15,7 @@ from spotrun.errors import SpotrunError
 from spotrun.head.job_state import Cause, EndGeneration, Stop, apply
 from spotrun.store import epoch_key, job_key, queue_key
 from spotrun.wire import Failure, Notice
+from tests.head.puppets import Theatre
 from tests.head.world import CODE, JOB, World, asked, rewrite, stepping
 
 
@@ -155,7 +156,7 @@ async def test_an_answer_is_given_once_it_is_written(world: World) -> None:
     asked.add_done_callback(lambda _: seen.append(world.written(job.id).stopping))
     await asyncio.sleep(0)
     await world.turn()
-    await asked
+    await stops
     assert seen == ["enough"]
 
 
@@ -236,7 +237,7 @@ async def test_the_next_job_does_not_begin_with_the_last_ones_events(world: Worl
     asked = asyncio.create_task(world.head.change(lambda j, now: apply(j, Stop("enough"), now), first.id))
     await asyncio.sleep(0)
     await world.turn(8)
-    await asked
+    await stops
     assert world.written(first.id).phase == "stopped"
     assert world.head.job is not None
     assert world.head.job.id == second
@@ -380,6 +381,28 @@ async def test_a_closed_connection_wakes_the_loop_only_together_with_a_second_si
     world.head.news.changed.clear()
     world.head.disconnect("b", world.sends["b"])
     assert world.head.news.changed.is_set()
+
+
+async def test_a_silent_agent_gets_no_order_until_it_reports(tmp_path: Path) -> None:
+    """Its first report is news, so that it gets its order at once."""
+    stage = Theatre(tmp_path, machines=2)
+    job = await stage.queue_job("a", 2)
+    await stage.round(20)
+    assert len(stage.nodes(job)) == 2
+    silent, other = stage.nodes(job)
+    await stage.round(12, without={silent})
+    got = {name: len(puppet.orders) for name, puppet in stage.puppets.items()}
+    stops = asyncio.create_task(stage.head.change(lambda state, _: state.replace(stopping="by the operator"), job))
+    await asyncio.sleep(0)
+    await stage.round(without={silent})
+    await stops
+    assert len(stage.puppets[other].orders) > got[other]
+    assert len(stage.puppets[silent].orders) == got[silent]
+    stage.head.news.take()
+    stage.report(silent)
+    assert stage.head.news.take() == {silent}
+    await stage.turn()
+    assert len(stage.puppets[silent].orders) > got[silent]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ class Agents:
         agent = self.known.get(report.node)
         if agent is None or agent.send is not send or agent.since < made or agent.report.essence != report.essence:
             return False
-        agent.reports_since = _reports_since(agent, now)
+        if now - agent.reported_at >= PAUSE:
+            return False  # the agent is back
         agent.report, agent.reported_at = report, now
         if report.phase != "checking":
             agent.answered = now
@@ -112,7 +113,7 @@ class Agents:
         elif report.phase != "checking":
             unfit_since = 0.0
         answered = now if report.phase != "checking" else before.answered if before else 0.0
-        back = _reports_since(before if last else None, now)
+        back = before.reports_since if before and last and now - before.reported_at < PAUSE else now
         self.known[report.node] = KnownAgent(report, now, back, send, sent, since, answered, unfit_since)
         return noticed
 
@@ -271,11 +272,6 @@ class Agents:
             times = (each.ends, retires, each.started)
             found.append(Machine(each.name, each.pool, state, each.created, answered, kind, *times))
         return tuple(found)
-
-
-def _reports_since(before: KnownAgent | None, now: float) -> float:
-    """As in `Node`, when another report comes now. before: None: this is the first one."""
-    return before.reports_since if before is not None and now - before.reported_at < PAUSE else now
 
 
 def _phases(report: Report) -> tuple[str, ...]:
