@@ -156,7 +156,7 @@ async def test_an_answer_is_given_once_it_is_written(world: World) -> None:
     asked.add_done_callback(lambda _: seen.append(world.written(job.id).stopping))
     await asyncio.sleep(0)
     await world.turn()
-    await stops
+    await asked
     assert seen == ["enough"]
 
 
@@ -237,7 +237,7 @@ async def test_the_next_job_does_not_begin_with_the_last_ones_events(world: Worl
     asked = asyncio.create_task(world.head.change(lambda j, now: apply(j, Stop("enough"), now), first.id))
     await asyncio.sleep(0)
     await world.turn(8)
-    await stops
+    await asked
     assert world.written(first.id).phase == "stopped"
     assert world.head.job is not None
     assert world.head.job.id == second

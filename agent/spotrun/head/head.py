@@ -348,11 +348,8 @@ class Head:
                 raise failed
 
     def _order(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
-        """Send orders. An agent of version 1 that has a parked job gets none: it would end that job.
-
-        A silent agent gets none until it reports. When it is back, it would otherwise first obey orders that were right
-        while it was silent, such as to end its workers.
-        """
+        """Send orders to agents that are not silent."""
+        # A silent agent would first obey old orders when it is back. One of version 1 would end its parked job.
         parked = job_queue.parked_nodes(self)
         awake = (node for node in view.nodes if not liveness.silent(view, node))
         told = (node.name for node in awake if node.report.version > 1 or node.name not in parked)
