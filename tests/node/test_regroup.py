@@ -14,7 +14,7 @@ import pytest
 from spotrun.node import generations
 from spotrun.node.workers import STARTING
 from spotrun.state.control import Invitation
-from spotrun.wire import Order, StateRef
+from spotrun.wire import Bundle, Order, StateRef
 from tests.fakes.head import Seen
 from tests.fakes.launchers import children
 from tests.fakes.node import World, changed, order_of, world
@@ -69,6 +69,14 @@ time.sleep(60)
 
 def pids(report: Seen) -> list[int]:
     return [each.pid for each in report.workers]
+
+
+async def training(w: World, names: list[str], *args: str) -> tuple[Bundle, Order, list[Seen]]:
+    """Begin generation 1 with new workers. args: of the script. The job, its order, and reports after some steps."""
+    bundle = w.bundle(*args, files={"train.py": SCRIPT})
+    await w.ready(bundle, names)
+    order = await w.begin(bundle, 1, names)
+    return bundle, order, await w.steps(names, 1, 5)
 
 
 async def waiting(w: World, name: str) -> Seen:
@@ -186,10 +194,7 @@ async def test_workers_of_a_generation_that_has_ended_without_them_are_called_ba
 ) -> None:
     """B's worker stood still while the others left, so it has noticed nothing. It goes on with them in its process."""
     async with world(tmp_path, A, B) as w:
-        bundle = w.bundle(*args, files={"train.py": SCRIPT})
-        await w.ready(bundle, [A, B])
-        order = await w.begin(bundle, 1, [A, B])
-        before = await w.steps([A, B], 1, 5)
+        bundle, order, before = await training(w, [A, B], *args)
         os.kill(before[1].workers[0].pid, signal.SIGSTOP)
         await w.head.order(A, changed(order, release=True))
         await waiting(w, A)
@@ -204,10 +209,7 @@ async def test_workers_of_a_generation_that_has_ended_without_them_are_called_ba
 async def test_a_worker_that_has_no_peers_ends_with_its_generation(tmp_path: Path) -> None:
     """Nothing else would stop its training. Another worker warms up."""
     async with world(tmp_path, A) as w:
-        bundle = w.bundle(files={"train.py": SCRIPT})
-        await w.ready(bundle, [A])
-        await w.begin(bundle, 1, [A])
-        (before,) = await w.steps([A], 1, 5)
+        bundle, _, (before,) = await training(w, [A])
         await w.head.order(A, order_of(bundle, stand_by=True))
         await w.head.wait(A, lambda r: r.regroup == "waiting" and not r.workers, "another worker has warmed up")
         await await_for(lambda: gone(before.workers[0].pid))
@@ -216,10 +218,7 @@ async def test_a_worker_that_has_no_peers_ends_with_its_generation(tmp_path: Pat
 async def test_workers_on_gpus_are_released_from_a_collective(tmp_path: Path) -> None:
     """The report says that the head must release them. A's worker joins the next generation without a restart."""
     async with world(tmp_path, A, B) as w:
-        bundle = w.bundle("gpu", files={"train.py": SCRIPT})
-        await w.ready(bundle, [A, B])
-        order = await w.begin(bundle, 1, [A, B])
-        before = await w.steps([A, B], 1, 5)
+        bundle, order, before = await training(w, [A, B], "gpu")
         assert [(each.regroup, each.needs_release) for each in before] == [("able", True)] * 2
         os.kill(before[1].workers[0].pid, signal.SIGSTOP)  # so A's worker waits in a collective
         (stuck,) = before[0].workers
@@ -237,10 +236,7 @@ async def test_a_stop_that_comes_too_late_for_one_of_two_nodes_is_told_and_ends(
 ) -> None:
     """The other node says that it stops there. Both workers are released, and go on from the state after that stop."""
     async with world(tmp_path, A, B) as w:
-        bundle = w.bundle(*args, files={"train.py": SCRIPT})
-        await w.ready(bundle, [A, B])
-        order = await w.begin(bundle, 1, [A, B])
-        first = await w.steps([A, B], 1, 5)
+        bundle, order, first = await training(w, [A, B], *args)
         stop = max(w.head.reports[name].workers[0].step for name in (A, B)) + 60
         await w.head.order(A, changed(order, stop_at=1))
         await w.head.order(B, changed(order, stop_at=stop))
@@ -284,10 +280,7 @@ async def test_several_workers_of_a_node_go_on_together(tmp_path: Path, args: li
 
 async def test_workers_that_wait_end_when_nobody_needs_them(tmp_path: Path) -> None:
     async with world(tmp_path, A) as w:
-        bundle = w.bundle(files={"train.py": SCRIPT})
-        await w.ready(bundle, [A])
-        order = await w.begin(bundle, 1, [A])
-        (first,) = await w.steps([A], 1, 5)
+        bundle, order, (first,) = await training(w, [A])
         stop = await drained(w, order, [A], 1)
         # A generation with new workers, although the old ones wait.
         await w.begin(bundle, 2, [A])
@@ -303,10 +296,7 @@ async def test_workers_that_wait_end_when_nobody_needs_them(tmp_path: Path) -> N
 
 async def test_a_place_that_cannot_be_written_down_ends_the_workers(tmp_path: Path) -> None:
     async with world(tmp_path, A) as w:
-        bundle = w.bundle(files={"train.py": SCRIPT})
-        await w.ready(bundle, [A])
-        order = await w.begin(bundle, 1, [A])
-        (first,) = await w.steps([A], 1, 5)
+        bundle, order, (first,) = await training(w, [A])
         (control,) = [path for path in tmp_path.rglob("1.0") if path.parent.name == "control"]
         blocked = Path(f"{Invitation.path_for(control)}.part")
         blocked.mkdir()  # writing to this path fails, also for root

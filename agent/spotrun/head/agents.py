@@ -12,6 +12,7 @@ from spotrun.head.fleet.pools import Fleet
 from spotrun.head.job_state import JobState, as_accepted
 from spotrun.head.orders import JobOrders
 from spotrun.head.planner import notice_fit
+from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Machine, Misfit, Node, is_taken
 from spotrun.spec import JobSpec
 from spotrun.wire import Bundle, JobReport, Order, Report
@@ -19,8 +20,6 @@ from spotrun.wire import Bundle, JobReport, Order, Report
 Send = Callable[[Order], None]
 AddEvent = Callable[[str, str], None]
 Devices = tuple[int, ...]
-
-PAUSE = 3.0  # seconds without a report after which an agent was away; it reports twice a second
 
 
 @dataclass
@@ -65,7 +64,7 @@ class Agents:
         agent = self.known.get(report.node)
         if agent is None or agent.send is not send or agent.since < made or agent.report.essence != report.essence:
             return False
-        if now - agent.reported_at >= PAUSE:
+        if now - agent.reported_at > TIMEOUTS.failure:
             return False  # the agent is back
         agent.report, agent.reported_at = report, now
         if report.phase != "checking":
@@ -113,7 +112,7 @@ class Agents:
         elif report.phase != "checking":
             unfit_since = 0.0
         answered = now if report.phase != "checking" else before.answered if before else 0.0
-        back = before.reports_since if before and last and now - before.reported_at < PAUSE else now
+        back = before.reports_since if before and last and now - before.reported_at <= TIMEOUTS.failure else now
         self.known[report.node] = KnownAgent(report, now, back, send, sent, since, answered, unfit_since)
         return noticed
 

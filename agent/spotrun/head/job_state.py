@@ -178,7 +178,7 @@ class JobState(Kept):
     def no_step_since_regroup(self) -> bool:
         """Whether the current generation began without a restart, and has completed no step yet."""
         begun = self.current is not None and self.current.regroup
-        return begun and self.progress.step <= self.progress.base
+        return begun and not self.has_stepped
 
     @property
     def has_stepped(self) -> bool:

@@ -13,7 +13,9 @@ class Timeouts:
     rejoin: float = 10.0  # for agents to find a new head, at most
     alone: float = 300.0  # before a silent machine is replaced while no node reports: the head may be cut off
     slow_step: float = 30.0  # without a step and a report, until a member counts as silent even if steps are slow
-    failure: float = 1.2  # to learn after a failed collective whether a node is gone: a little more than two reports
+    failure: float = 1.2
+    """To learn after a failed collective whether a node is gone: a little more than two reports. An agent that has not
+    reported for so long was away."""
     survivors: float = 1.0  # after two steps, for survivors to notice that a peer is gone, and to wait for a regroup
     survivors_most: float = 10.0  # `survivors` and the two steps together, at most: after that, new workers are faster
     abort: float = 16.0  # more, on GPUs: 5 s each, at most, for abort, queued steps and the group's end, and 1 s

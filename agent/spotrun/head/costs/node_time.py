@@ -83,7 +83,7 @@ def stalled(job: JobState) -> float:
 
 
 def _member(job: JobState) -> str:
-    if job.progress.step > job.progress.base:
+    if job.has_stepped:
         return TRAINING
     return RECOVERY if job.interruptions and job.interruptions[-1].seconds is None else STARTING
 

@@ -50,7 +50,7 @@ def checkpoint(view: View, here: list[Node], now: bool = False) -> tuple[Action,
         return _go_on(view, here)
     since = max(job.saved_at, job.started or view.now)
     due = now or view.now - since >= job.spec.checkpoint_interval
-    if not due or job.progress.step <= job.progress.base or view.now - job.given_up_at < AGAIN:
+    if not due or not job.has_stepped or view.now - job.given_up_at < AGAIN:
         return ()
     step = ahead(view, here, DRAIN_AHEAD)
     if job.progress.total_steps and step >= job.progress.total_steps:

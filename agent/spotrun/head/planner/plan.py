@@ -307,7 +307,7 @@ def _hang(view: View, reporting: list[Node]) -> tuple[Action, ...]:
         return ()
     if any(silent(view, node) for node in reporting):
         return ()  # nobody knows what a silent node does
-    if job.progress.step <= job.progress.base:
+    if not job.has_stepped:
         since, limit = job.ordered_at, job.spec.start_timeout
     else:
         since, limit = job.progress.stepped_at, job.spec.hang_timeout
