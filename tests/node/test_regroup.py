@@ -206,6 +206,19 @@ async def test_workers_of_a_generation_that_has_ended_without_them_are_called_ba
         assert [pids(report) for report in after] == [pids(report) for report in before]
 
 
+async def test_a_worker_that_does_not_leave_when_it_is_called_back_ends(tmp_path: Path) -> None:
+    """It still stands still when its time is over. Another worker warms up."""
+    async with world(tmp_path, A, B) as w:
+        bundle, _, before = await training(w, [A, B])
+        (stuck,) = pids(before[1])
+        os.kill(stuck, signal.SIGSTOP)
+        called_at = time.monotonic()
+        await w.head.order(B, order_of(bundle, stand_by=True))
+        await w.head.wait(B, lambda r: r.regroup == "waiting" and not r.workers, "another worker has warmed up")
+        assert gone(stuck)
+        assert time.monotonic() - called_at > generations.CALL_BACK
+
+
 async def test_a_worker_that_has_no_peers_ends_with_its_generation(tmp_path: Path) -> None:
     """Nothing else would stop its training. Another worker warms up."""
     async with world(tmp_path, A) as w:
