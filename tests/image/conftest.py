@@ -21,12 +21,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Image:
-    """root: as it is at the end. first, second: what the scripts said at the first and at the second time."""
+    """root: as it is at the end. first, second: what the scripts said at the first and at the second time.
+
+    pending: what apt would still have upgraded after 10-packages.sh, by the lists of that moment. Debian may publish
+    an update at any time after it, also while the tests run.
+    """
 
     cloud: str
     root: Root
     first: str
     second: str
+    pending: str
 
 
 @pytest.fixture(scope="session")
@@ -41,29 +46,29 @@ def supplies(tmp_path_factory: pytest.TempPathFactory) -> baked.Supplies:
 
 
 @pytest.fixture(scope="session")
-def _base(supplies: baked.Supplies) -> Iterator[tuple[Root, str, str]]:
-    """Debian with what the first scripts bring, which is the same for both clouds."""
+def _base(supplies: baked.Supplies) -> Iterator[Image]:
+    """Debian with what the first scripts bring, which is the same for both clouds. It is copied, and stays as it is."""
     root = Root(supplies.folder.parent / "base")
     root.folder.mkdir()
     try:
         root.bootstrap()
         baked.upload(root, supplies)
-        first = baked.provision(root, supplies, "gcp", 10, 11)
-        yield root, first, baked.provision(root, supplies, "gcp", 10, 11)
+        first, second = (baked.provision(root, supplies, "gcp", 10, 11) for _ in range(2))
+        pending = root.run("apt-get", "-q", "--simulate", "upgrade", timeout=baked.PATIENCE).stdout
+        yield Image("gcp", root, first, second, pending)
     finally:
         shutil.rmtree(root.folder)
 
 
 @pytest.fixture(scope="session", params=["gcp", "aws"])
-def unclean(request: pytest.FixtureRequest, supplies: baked.Supplies, _base: tuple[Root, str, str]) -> Iterator[Image]:
+def unclean(request: pytest.FixtureRequest, supplies: baked.Supplies, _base: Image) -> Iterator[Image]:
     """An image before its last script, on a machine that has been used a little."""
     cloud = str(request.param)
-    base, first, second = _base
-    root = base.copy(supplies.folder.parent / cloud)
+    root = _base.root.copy(supplies.folder.parent / cloud)
     try:
-        first += baked.provision(root, supplies, cloud, 20, 90)
-        second += baked.provision(root, supplies, cloud, 20, 90)
-        yield Image(cloud, root, first, second)
+        first = _base.first + baked.provision(root, supplies, cloud, 20, 90)
+        second = _base.second + baked.provision(root, supplies, cloud, 20, 90)
+        yield Image(cloud, root, first, second, _base.pending)
     finally:
         shutil.rmtree(root.folder)
 
