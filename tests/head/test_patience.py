@@ -14,7 +14,7 @@ from spotrun.head.fleet.replacements import Record
 from spotrun.head.job_state import Ending, Finish, JobState, Progress, Save, Saving, Start, apply
 from spotrun.head.planner import liveness, patience
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import Machine
+from spotrun.head.view import Machine, Sign
 from spotrun.store import replaced_key
 from spotrun.wire import StateRef, Worker
 from tests.head.views import NOW as EARLIER
@@ -86,7 +86,13 @@ def test_at_stake(given: JobState, expected: float) -> None:
     assert patience.patience(given, 7.0) == 7.0
 
 
+def mute(name: str, seconds: float) -> Any:
+    """A node with the newest state that has not reported for so long."""
+    return replace(frozen(name, 0, snapshot=HELD), reported_at=NOW - seconds)
+
+
 GONE = (Recreate(node=C, pool="p", created=MADE),)
+KNOWN = (machine(A), machine(B), machine(C))
 MACHINES = (machine(A), machine(B), unreported(C))
 CASES: dict[str, tuple[Seen, tuple[Recreate, ...]]] = {
     "one of three does not report to a new head: the head waits a moment": (
@@ -147,6 +153,32 @@ CASES: dict[str, tuple[Seen, tuple[Recreate, ...]]] = {
         ),
         (),
     ),
+    "one of three has fallen silent, and others hold the state: it is replaced after 20 s": (
+        view(left(A, B, C), reporting(A, HELD), reporting(B, HELD), mute(C, 21), machines=KNOWN, head=1000),
+        GONE,
+    ),
+    "one of three has fallen silent and alone holds 12 s of work: the head waits 12 s": (
+        view(left(A, B, C), reporting(A), reporting(B), mute(C, MARGIN + LIVED - 1), machines=KNOWN, head=1000),
+        (),
+    ),
+    "one of three has fallen silent and alone holds 12 s of work: after 12 s it is replaced": (
+        view(left(A, B, C), reporting(A), reporting(B), mute(C, MARGIN + LIVED + 1), machines=KNOWN, head=1000),
+        GONE,
+    ),
+    "one of three has fallen silent and alone holds days of work: the head waits an hour": (
+        view(left(A, B, C, reached=10**9), reporting(A), reporting(B), mute(C, HOLDER - 1), machines=KNOWN, head=5000),
+        (),
+    ),
+    "one of three has fallen silent with days of work, and its signs of life have stopped: it is dead": (
+        view(
+            left(A, B, C, reached=10**9),
+            *(reporting(A), reporting(B), mute(C, 100)),
+            signs={C: Sign(changed=NOW - 90, advanced=NOW - 90, looked=NOW - 1)},
+            machines=KNOWN,
+            head=1000,
+        ),
+        GONE,
+    ),
     "no node reports: the head may be cut off": (
         view(left(A, B, C), machines=tuple(map(unreported, (A, B, C))), head=ALONE - 1),
         (),
@@ -181,7 +213,7 @@ CASES: dict[str, tuple[Seen, tuple[Recreate, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_machines_that_do_not_report_to_a_new_head(name: str) -> None:
+def test_machines_that_do_not_report(name: str) -> None:
     given, expected = CASES[name]
     assert tuple(each for each in planned(given) if isinstance(each, Recreate)) == expected
     assert all(wanted(given, each) for each in expected)

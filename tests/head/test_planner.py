@@ -394,8 +394,12 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         view(job(), spare(A, failure=failure("setup").replace(repeats=True), phase="failed")),
         (Finish("failed", "set-up failed on a: boom"),),
     ),
-    "a dead machine is needed and the cloud still counts it: it is replaced": (
-        view(job(), spare(A), frozen(B, 4, snapshot=None), expected=2, machines=listed(A, B)),
+    "a silent machine is needed: it may come back": (
+        view(job(), spare(A), frozen(B, 19, snapshot=None), expected=2, machines=listed(A, B)),
+        (),
+    ),
+    "a silent machine is needed and the cloud still counts it: it is replaced after 20 s": (
+        view(job(), spare(A), frozen(B, 21, snapshot=None), expected=2, machines=listed(A, B)),
         (Recreate(node=B, pool="p"),),
     ),
     "a dead machine alone holds the state: the head waits a moment": (

@@ -177,47 +177,42 @@ def _not_reporting(view: FleetView, reporting: list[Node], machine: Machine, nod
         served = machine.joined and node.phase != "unfit"
         if not served or not silent(view, node) or _is_member(view, node):
             return None
-        since, most = max(node.reported_at, view.awake_since), _patience(view, reporting, node)
+        since = node.reported_at
     else:
         if machine.name in view.members or not had_joined(view, machine):
             return None
-        since, most = max(view.began, view.awake_since), _patience_after_restart(view, reporting, machine)
-    if view.now - since <= most:
+        since = view.began
+    since = max(since, view.awake_since)
+    if view.now - since <= _patience(view, reporting, machine.name, node):
         return None
     return Condition(machine, "replacing", "its agent does not report", since, _request(machine))
 
 
-def _patience(view: FleetView, reporting: list[Node], node: Node) -> float:
-    """Seconds to wait for an agent: 0 if a job needs machines, and other nodes hold the states of its jobs."""
-    if not reporting:
-        return _alone(view, node.name)
-    only = any(
-        patience.held(work) > max([job.newest, *(_held_by(view, n, job) for n in reporting)])
-        for job, work in view.work(node)
-    )
-    return 0.0 if _short(view) and not only else TIMEOUTS.silent
+def _patience(view: FleetView, reporting: list[Node], name: str, node: Node | None) -> float:
+    """Seconds to wait for a silent agent. node: None if it has not reported to this head.
+
+    A machine that may alone hold the newest state of a job gets as long as the job waits for that state.
+    """
+    least = TIMEOUTS.silent if reporting else _alone(view, name)
+    if silence.stopped(view, name):
+        return least  # it is dead, and its states are lost
+    if node is not None:
+        only = [job for job, work in view.work(node) if patience.held(work) > _elsewhere(view, reporting, job)]
+    else:  # what states it holds is not known
+        last = view.last.get(name, ())
+        only = [job for job in last if max((_held_by(view, n, job)[0] for n in reporting), default=-1) < job.generation]
+    return max([least, *(patience.patience(job, TIMEOUTS.last_holder) for job in only)])
 
 
-def _patience_after_restart(view: FleetView, reporting: list[Node], machine: Machine) -> float:
-    """The same for an agent that has not reported to this head: the head does not know which states it holds."""
-    alone = 0.0 if reporting else _alone(view, machine.name)
-    most = TIMEOUTS.state_margin
-    for job in view.last.get(machine.name, ()):
-        if max((_held_by(view, n, job)[0] for n in reporting), default=-1) < job.generation:
-            most = max(most, patience.patience(job, TIMEOUTS.last_holder))
-    return max(alone, most)
+def _elsewhere(view: FleetView, nodes: list[Node], job: JobState) -> tuple[int, int]:
+    """The newest state of a job that the bucket or one of these nodes holds."""
+    return max([job.newest, *(_held_by(view, n, job) for n in nodes)])
 
 
 def _alone(view: FleetView, node: str) -> float:
     """Seconds to wait for a silent node while no other reports: the head may be the one that is cut off."""
     stopped = [min(TIMEOUTS.alone, job.spec.silence_timeout) for job in view.last.get(node, ())]
     return max(stopped, default=TIMEOUTS.alone) if silence.stopped(view, node) else TIMEOUTS.alone
-
-
-def _short(view: FleetView) -> bool:
-    """Whether a job waits for nodes, and fewer nodes report than it needs."""
-    waiting = (job for job in view.jobs if job.current is None and job.wants_nodes)
-    return any(_eligible(view, job) < job.spec.nodes.min for job in waiting)
 
 
 def _eligible(view: FleetView, job: JobState) -> int:
@@ -241,7 +236,7 @@ def _retired(view: FleetView, machine: Machine, node: Node | None) -> Condition 
     staying = [n for n in view.nodes if n.connected and not n.leaving]
     for job, work in view.work(node):
         uploading = job.saving is not None and node.name in job.saving.holders
-        if uploading or patience.held(work) > max([job.newest, *(_held_by(view, n, job) for n in staying)]):
+        if uploading or patience.held(work) > _elsewhere(view, staying, job):
             return None
     if view.now - node.since < TIMEOUTS.last_logs:
         return None
