@@ -86,13 +86,20 @@ def test_at_stake(given: JobState, expected: float) -> None:
     assert patience.patience(given, 7.0) == 7.0
 
 
-def mute(name: str, seconds: float) -> Any:
+def mute(name: str, seconds: float, **changes: Any) -> Any:
     """A node with the newest state that has not reported for so long."""
-    return replace(frozen(name, 0, snapshot=HELD), reported_at=NOW - seconds)
+    return replace(frozen(name, 0, **{"snapshot": HELD, **changes}), reported_at=NOW - seconds)
+
+
+def leaving(name: str) -> Any:
+    """A node with the newest state that will be gone."""
+    return node(name, phase="drained", notice=notice(), snapshot=HELD, reported_at=NOW - 0.1)
 
 
 GONE = (Recreate(node=C, pool="p", created=MADE),)
 KNOWN = (machine(A), machine(B), machine(C))
+MUCH = left(A, B, C, reached=10**9)
+STOPPED = {C: Sign(changed=NOW - 90, advanced=NOW - 90, looked=NOW - 1)}
 MACHINES = (machine(A), machine(B), unreported(C))
 CASES: dict[str, tuple[Seen, tuple[Recreate, ...]]] = {
     "one of three does not report to a new head: the head waits a moment": (
@@ -157,23 +164,43 @@ CASES: dict[str, tuple[Seen, tuple[Recreate, ...]]] = {
         view(left(A, B, C), reporting(A, HELD), reporting(B, HELD), mute(C, 21), machines=KNOWN, head=1000),
         GONE,
     ),
-    "one of three has fallen silent and alone holds 12 s of work: the head waits 12 s": (
+    "one of three has fallen silent and alone holds 12 s of work: the head waits 32 s": (
         view(left(A, B, C), reporting(A), reporting(B), mute(C, MARGIN + LIVED - 1), machines=KNOWN, head=1000),
         (),
     ),
-    "one of three has fallen silent and alone holds 12 s of work: after 12 s it is replaced": (
+    "one of three has fallen silent and alone holds 12 s of work: after 32 s it is replaced": (
         view(left(A, B, C), reporting(A), reporting(B), mute(C, MARGIN + LIVED + 1), machines=KNOWN, head=1000),
         GONE,
     ),
     "one of three has fallen silent and alone holds days of work: the head waits an hour": (
-        view(left(A, B, C, reached=10**9), reporting(A), reporting(B), mute(C, HOLDER - 1), machines=KNOWN, head=5000),
+        view(MUCH, reporting(A), reporting(B), mute(C, HOLDER - 1), machines=KNOWN, head=5000),
         (),
     ),
-    "one of three has fallen silent with days of work, and its signs of life have stopped: it is dead": (
+    "the same, and its signs of life have stopped: it is dead": (
+        view(MUCH, reporting(A), reporting(B), mute(C, 100), machines=KNOWN, head=1000, signs=STOPPED),
+        GONE,
+    ),
+    "the same, and others hold a state of that generation": (
         view(
-            left(A, B, C, reached=10**9),
-            *(reporting(A), reporting(B), mute(C, 100)),
-            signs={C: Sign(changed=NOW - 90, advanced=NOW - 90, looked=NOW - 1)},
+            MUCH,
+            reporting(A, HELD.model_copy(update={"step": 95})),
+            reporting(B),
+            mute(C, 21),
+            machines=KNOWN,
+            head=1000,
+        ),
+        GONE,
+    ),
+    "the same, and the other node that holds the state is leaving": (
+        view(MUCH, leaving(A), reporting(B), mute(C, 21), machines=KNOWN, head=1000),
+        (),
+    ),
+    "a silent node that never trained claims a state": (
+        view(
+            left(A, B, reached=10**9),
+            reporting(A),
+            reporting(B),
+            mute(C, 21, snapshot=StateRef(generation=99, step=1)),
             machines=KNOWN,
             head=1000,
         ),
@@ -219,15 +246,33 @@ def test_machines_that_do_not_report(name: str) -> None:
     assert all(wanted(given, each) for each in expected)
 
 
+def test_a_machine_is_not_kept_for_a_state_that_no_job_waits_for() -> None:
+    """The job has gone on from an older state, and has made no snapshot since."""
+    members = [node(n, generation=2, snapshot=None, reported_at=NOW - 0.1) for n in (A, B)]
+    gone_on = job(A, B, generation=2, reached=10**9, trained=(A, B, C))
+    assert view(gone_on, *members, mute(C, 21), machines=KNOWN, head=1000).conditions[C].state == "replacing"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "worth", "begins"), [(5, 3600.0, False), (19, 3600.0, False), (21, 3600.0, True), (5, 4.0, True)]
+)
+def test_enough_nodes_wait_a_moment_for_a_silent_one_that_alone_holds_the_state(
+    seconds: float, worth: float, begins: bool
+) -> None:
+    """They would lose its work. worth: seconds of it."""
+    state = left(A, B, C, reached=round(10 * worth), spec=spec(nodes={"min": 2, "max": 3}))
+    given = view(state, reporting(A), reporting(B), mute(C, seconds), machines=KNOWN, head=1000)
+    assert any(isinstance(each, Start) for each in planned(given)) == begins
+
+
 def test_a_successor_begins_once_the_leaving_nodes_state_is_not_worth_more() -> None:
     """Spares stand by while noticed nodes upload 12 s of work."""
     saving = Saving(ref=HELD, holders=(A, B), since=NOW - 1)
-    leaving = [node(n, phase="drained", notice=notice(), snapshot=HELD, reported_at=NOW - 0.1) for n in (A, B)]
     spares = [reporting(n) for n in (C, D)]
     given = left(A, B, saving=saving, spec=spec(nodes=2), ordered_at=NOW - LIVED - MARGIN + 1)
-    assert planned(view(given, *leaving, *spares, head=1000)) == ()
+    assert planned(view(given, leaving(A), leaving(B), *spares, head=1000)) == ()
     given = given.model_copy(update={"ordered_at": NOW - LIVED - MARGIN - 1})
-    (action,) = planned(view(given, *leaving, *spares, head=1000))
+    (action,) = planned(view(given, leaving(A), leaving(B), *spares, head=1000))
     assert isinstance(action, Start)
 
 

@@ -195,12 +195,13 @@ def test_what_a_lost_generation_did_is_known_from_its_signs() -> None:
     assert silence.observe(state, view(state, silent(), signs={A: sign(generation=2)})).reached == 50
 
 
-def test_signs_are_looked_for_only_while_no_node_reports() -> None:
+def test_whose_signs_are_looked_for() -> None:
     assert silence.watched(view(running(A, B), node(A), frozen(B, 31))) == set()
     assert silence.watched(view(running(A, B), frozen(A, 4), frozen(B, 4))) == {A, B}
     waits = running(last=(member(A),))
     assert silence.watched(view(waits, frozen(A, 4))) == {A}
-    assert silence.watched(view(waits, frozen(A, 4), spare(B))) == set()
+    assert silence.watched(view(waits, frozen(A, 4), spare(B))) == {A}
+    assert silence.watched(view(waits, spare(A), frozen(B, 4))) == set()
 
 
 def record(at: float, step: int = 5, boot: str = "b1") -> AliveRecord:

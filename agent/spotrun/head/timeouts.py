@@ -32,8 +32,8 @@ class Timeouts:
     unfit: float = 45.0  # before an unfit machine is replaced: its agent checks again after 30 s (`health.gate.AGAIN`)
     unfit_holder: float = 600.0  # the same, while the agent of a machine that alone holds the newest state uploads it
     silent: float = 20.0
-    """Before a silent machine is replaced while others report. It may come back, and another one takes minutes to boot.
-    Kubernetes waits 50 s (`--node-monitor-grace-period`, https://github.com/kubernetes/kubernetes/issues/127352)."""
+    """For a silent machine to come back, while others report. Another machine takes minutes to boot. Kubernetes, for
+    example, waits 50 s until a silent node counts as unhealthy (`--node-monitor-grace-period`)."""
     last_holder: float = 3600.0  # for a machine that may alone hold the newest state, at most
     retry: float = 60.0  # before the cloud is asked again to replace a machine; each further wait is twice as long
     retry_most: float = 900.0  # the longest wait between two such requests

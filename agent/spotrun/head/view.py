@@ -234,7 +234,7 @@ class FleetView:
         return any(missing) or _blind(self, self.jobs)
 
     def work(self, node: Node) -> list[tuple[JobState, JobReport]]:
-        """What a node reports about jobs that have not ended."""
+        """What a node reports about jobs that have not ended, or that keep a node."""
         return [(self.by_id[each.job], each) for each in node.report.jobs if each.job in self.by_id]
 
     def believes(self, node: Node, job: str) -> bool:

@@ -22,7 +22,6 @@ from spotrun.head.planner import patience, silence
 from spotrun.head.planner.liveness import had_joined, reports, silent
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import ENDING_STATES, FleetView, Machine, Node
-from spotrun.wire import JobReport
 
 State = Literal["booting", "checking", "ready", "leaving", "unfit", "silent", "replacing", "abandoned", "unknown"]
 NOT_COMING = ("abandoned", "replacing", "unfit", "unknown")  # nobody expects a machine in these states to get ready
@@ -154,13 +153,13 @@ def _fault(view: FleetView, machine: Machine, node: Node | None) -> tuple[str, f
 
 def _alone_holds_a_state(view: FleetView, node: Node) -> bool:
     """Whether the node alone holds the newest state of a job, and the bucket does not have it."""
-    return any(_alone_holds(view, node, job, work) for job, work in view.work(node))
+    others = [n for n in view.nodes if n.connected and n.name != node.name]
+    return any(_is_alone(view, patience.held(work), job, others) for job, work in view.work(node))
 
 
-def _alone_holds(view: FleetView, node: Node, job: JobState, work: JobReport) -> bool:
-    own = patience.held(work)
-    others = [_held_by(view, n, job) for n in view.nodes if n.connected and n.name != node.name]
-    return own > job.newest and all(generation < own[0] for generation, _ in others)
+def _is_alone(view: FleetView, state: tuple[int, int], job: JobState, others: list[Node]) -> bool:
+    """Whether neither the bucket has this state of a job, nor one of the other nodes a state of the same generation."""
+    return state > job.newest and all(_held_by(view, n, job)[0] < state[0] for n in others)
 
 
 def _held_by(view: FleetView, node: Node, job: JobState) -> tuple[int, int]:
@@ -191,22 +190,19 @@ def _not_reporting(view: FleetView, reporting: list[Node], machine: Machine, nod
 def _patience(view: FleetView, reporting: list[Node], name: str, node: Node | None) -> float:
     """Seconds to wait for a silent agent. node: None if it has not reported to this head.
 
-    A machine that may alone hold the newest state of a job gets as long as the job waits for that state.
+    Longer if the newest state of a waiting job may be on this machine only.
     """
     least = TIMEOUTS.silent if reporting else _alone(view, name)
     if silence.stopped(view, name):
-        return least  # it is dead, and its states are lost
+        return least  # the machine is dead, and its states are lost
     if node is not None:
-        only = [job for job, work in view.work(node) if patience.held(work) > _elsewhere(view, reporting, job)]
-    else:  # what states it holds is not known
-        last = view.last.get(name, ())
-        only = [job for job in last if max((_held_by(view, n, job)[0] for n in reporting), default=-1) < job.generation]
+        states = [(job, patience.held(work)) for job, work in view.work(node) if view.believes(node, job.id)]
+    else:  # nobody knows which states it holds
+        states = [(job, (job.generation, job.reached)) for job in view.last.get(name, ())]
+    waiting = [(job, state) for job, state in states if job.current is None and not job.ended_already]
+    others = [each for each in reporting if not each.leaving]
+    only = [job for job, state in waiting if _is_alone(view, state, job, others)]
     return max([least, *(patience.patience(job, TIMEOUTS.last_holder) for job in only)])
-
-
-def _elsewhere(view: FleetView, nodes: list[Node], job: JobState) -> tuple[int, int]:
-    """The newest state of a job that the bucket or one of these nodes holds."""
-    return max([job.newest, *(_held_by(view, n, job) for n in nodes)])
 
 
 def _alone(view: FleetView, node: str) -> float:
@@ -236,7 +232,7 @@ def _retired(view: FleetView, machine: Machine, node: Node | None) -> Condition 
     staying = [n for n in view.nodes if n.connected and not n.leaving]
     for job, work in view.work(node):
         uploading = job.saving is not None and node.name in job.saving.holders
-        if uploading or patience.held(work) > _elsewhere(view, staying, job):
+        if uploading or patience.held(work) > max([job.newest, *(_held_by(view, n, job) for n in staying)]):
             return None
     if view.now - node.since < TIMEOUTS.last_logs:
         return None

@@ -29,6 +29,12 @@ def unsaved(view: View) -> list[Node]:
     return [node for node in mine if state(node) > view.job.newest]
 
 
+def may_return(view: View, node: Node) -> bool:
+    """Whether the node reports, or is silent and may still come back with its state: see `TIMEOUTS.silent`."""
+    quiet = view.now - max(node.reported_at, view.awake_since)
+    return reports(view, node) or (not node.gone and quiet <= min(TIMEOUTS.silent, at_stake(view.job)))
+
+
 def out_of_reach(view: View, most: float) -> bool:
     """Whether nodes that hold the newest state have been silent for longer than that state is worth."""
     holders = unsaved(view)

@@ -144,14 +144,14 @@ def _must_save_first(view: View, ready: list[Node]) -> bool:
 
     ready: the nodes of the next generation. That is so if the bucket does not have this snapshot, and none of these
     nodes has a state of the same generation. If one has, at most the work of one snapshot interval is lost. `patience`
-    limits the wait.
+    limits the wait. A silent node gets less time: see `patience.may_return`.
     """
     job = view.job
     since = max(job.ordered_at, view.awake_since)  # while no head ran, no node could be ready for long
     if job.current is None and view.now - since > patience.patience(job, TIMEOUTS.save):
         return False
-    reporting = [n for n in view.nodes if reports(view, n) and n.work.job == job.id]
-    newest = max(map(patience.state, reporting), default=(-1, -1))
+    holders = [n for n in view.nodes if n.work.job == job.id and patience.may_return(view, n)]
+    newest = max(map(patience.state, holders), default=(-1, -1))
     return newest > job.newest and newest[0] > max(map(_generation_of_state, ready), default=newest[0])
 
 

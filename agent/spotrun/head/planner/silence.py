@@ -73,12 +73,11 @@ def given_up(view: View) -> bool:
 
 
 def watched(view: View) -> frozenset[str]:
-    """Nodes whose signs of life the head needs: the members of a silent generation, or the last of a waiting job."""
+    """Nodes whose signs of life the head needs: all members of a silent generation, or a waiting job's silent ones."""
     if view.job.current is not None:
         return frozenset() if since(view) is None else frozenset(member.node for member in view.job.members)
-    if any(reports(view, node) for node in view.nodes):
-        return frozenset()
-    return frozenset(member.node for member in view.job.last)
+    here = {node.name for node in view.nodes if reports(view, node)}
+    return frozenset(member.node for member in view.job.last if member.node not in here)
 
 
 def observe(job: JobState, view: View) -> JobState:
