@@ -1,15 +1,16 @@
 """What the training loop costs under spotrun: run.steps, run.backward, run.ddp and the control block, beside bare DDP.
 
-python -m bench.overhead [--launches 20] [--turns 20] [--out bench/RESULTS.md]
+python -m bench.overhead [--launches 20] [--rounds 200] [--out bench/RESULTS.md]
 
-Two workers on this machine make steps of four loops, ten of each in turn. Three loops have the same model, DDP
+Two workers on this machine make steps of four loops, one of each in a round. Three loops have the same model, DDP
 instance, optimizer and dataset: a bare DDP loop; the same again, which shows how exact the numbers are; and one under
 spotrun, with a real control block. If each loop has a model of its own, the place of its memory makes more difference
-than what is measured. In a bare turn, nothing of spotrun runs in the training thread. The benchmark checks that.
+than what is measured. In a bare step, nothing of spotrun runs in the training thread. The benchmark checks that.
 
-A loop makes ten steps in a turn, not one, because a loop's code should be as warm in the caches as in a real training:
-its last use is one step ago, and not as many as there are loops. No snapshot is taken: adaptive snapshots have a limit
-of their own, 1 % of the time.
+The speed of a busy machine changes within some steps, so steps that are compared follow each other. A loop's code was
+last used some steps ago, and not one step ago as in a real training. But one step already replaces what the small
+caches hold. If it makes a difference, spotrun's code takes longer here. No snapshot is taken: adaptive snapshots have a
+limit of their own, 1 % of the time.
 """
 
 from __future__ import annotations
@@ -39,14 +40,12 @@ HIDDEN, BATCH = 620, 64  # a step takes about 5 ms on one core of a server
 STEP = 0.005  # seconds of the step for which the goal is set
 GOAL = 0.01  # of that step
 PATIENCE = 600.0  # seconds
-TURN = 10  # steps that a loop makes in its turn
-FIRST = 2  # the first ones, which do not count: the loop's code and data are not in the caches yet
-WARM = 5  # turns of each loop that do not count
+WARM = 50  # rounds that do not count
 KINDS = ("bare", "bare, the same again", "**under spotrun**", "bare, with find_unused_parameters")
 SPOTRUN = 2  # the place of that kind
 
 Times = tuple[float, float]  # of a step: seconds that passed, seconds of the training thread's processor time
-Round = list[Times]  # the median step of a turn of each kind
+Round = list[Times]  # a step of each kind
 
 
 @dataclass(frozen=True)
@@ -67,40 +66,41 @@ def main() -> None:
     parser.add_argument(
         "--launches", type=int, default=20, help="of the workers: their memory lies elsewhere each time"
     )
-    parser.add_argument("--turns", type=int, default=20, help="of each loop in a launch")
+    parser.add_argument("--rounds", type=int, default=200, help="in a launch: a step of each loop")
     parser.add_argument("--out", type=Path, default=Path("bench/RESULTS.md"))
     args = parser.parse_args()
-    text = render([measure(args.turns, launch) for launch in range(args.launches)], args.turns)
+    text = render([measure(args.rounds, launch) for launch in range(args.launches)])
     write_section(args.out, "overhead", text)
     print(f"\n{text}\nwritten to {args.out}")
 
 
-def measure(turns: int, launch: int = 0) -> Launch:
-    """launch: its number, which decides in which order the loops have their turns."""
+def measure(rounds: int, launch: int = 0) -> Launch:
+    """launch: its number, which decides in which order the loops make their steps."""
     with tempfile.TemporaryDirectory(prefix="spotrun-overhead-") as folder:
-        found: Launch | None = answer(_work, WORKERS, (folder, WARM + turns, launch), PATIENCE)
+        found: Launch | None = answer(_work, WORKERS, (folder, WARM + rounds, launch), PATIENCE)
     if found is None:
         raise SystemExit("bench-overhead: a worker failed: its output is above")
     return replace(found, rounds=found.rounds[WARM:])
 
 
-def render(launches: list[Launch], turns: int) -> str:
+def render(launches: list[Launch]) -> str:
     """The section of the results."""
     prepared = statistics.median(each.prepared for each in launches)
     threads = statistics.median(each.threads for each in launches) * STEP
     step, noise = (_added(launches, kind, 1) for kind in (SPOTRUN, 1))
     added, same = statistics.median(step) + prepared + threads, statistics.median(noise)
     low, high = (each + prepared + threads for each in interval(step))
-    held = "held" if added < GOAL * STEP else "not held"
+    held = "held" if high < GOAL * STEP else "not held" if low >= GOAL * STEP else "not decided by these launches"
     return "\n".join(
         [
             "## What a step costs under spotrun",
             "",
             f"{datetime.now(UTC).date().isoformat()}, {describe_machine()}. {WORKERS} workers with gloo, one thread "
-            f"each, are launched {len(launches)} times. In a launch, four loops make {TURN} steps in turn, {turns} "
-            "times. The first three have the same model, DDP instance, optimizer and dataset:",
+            f"each, are launched {len(launches)} times. A launch has {len(launches[0].rounds)} rounds. In a round, "
+            "each of four loops makes a step, in random order. The first three have the same model, DDP instance, "
+            "optimizer and dataset:",
             "",
-            "* bare: a bare DDP loop. In its turns, nothing of spotrun runs in the training thread",
+            "* bare: a bare DDP loop. In its steps, nothing of spotrun runs in the training thread",
             "* bare, the same again: shows how exact the numbers are",
             "* under spotrun: with `run.ddp`, `run.steps`, `run.backward`, an `ElasticSampler` and the control block; "
             "no snapshots. The state of each step is noted, so that a lost node loses no step, unless that takes more "
@@ -109,11 +109,11 @@ def render(launches: list[Launch], turns: int) -> str:
             "DDP keeps the order of its buckets, and restarts change no bit. This loop has a model of its own, whose "
             "memory lies elsewhere, so its numbers are less exact",
             "",
-            "How much longer a step of a loop is: for each turn, the difference between the loop's median step and "
-            "the mean of those of both bare loops; then the median of these over the turns of a launch; then the "
-            "median over the launches. The second bare loop is compared with the first one. "
-            f"The first {FIRST} steps of a turn do not count. The workers wait for each other, and other programs "
-            "disturb them, so the time that passes varies much. The processor time of the training thread varies less. "
+            "How much longer a step of a loop is: for each round, the difference between the loop's step and the mean "
+            "of those of both bare loops; then the median of these over the rounds of a launch; then the median over "
+            "the launches. The second bare loop is compared with the first one. The workers wait for each other, and "
+            "other programs disturb them, so the time that passes varies much. The processor time of the training "
+            "thread varies less. "
             "Forward and backward pass, optimizer and spotrun run in this thread.",
             "",
             f"Goal: spotrun adds less than {GOAL:.0%} to a step of {STEP * 1e3:g} ms. It adds {added * 1e6:.0f} µs of "
@@ -148,8 +148,8 @@ def _added(launches: list[Launch], kind: int, clock: int) -> list[float]:
     """
     bare = slice(0, 1 if kind == 1 else 2)
 
-    def more(turn: Round) -> float:
-        return turn[kind][clock] - statistics.mean(each[clock] for each in turn[bare])
+    def more(steps: Round) -> float:
+        return steps[kind][clock] - statistics.mean(each[clock] for each in steps[bare])
 
     return [statistics.median(map(more, each.rounds)) for each in launches]
 
@@ -162,7 +162,7 @@ def _cells(launches: list[Launch], kind: int, clock: int) -> str:
     return f"{middle * 1e3:.3f} | {statistics.median(more) * 1e6:.0f} | {min(more) * 1e6:.0f} to {max(more) * 1e6:.0f}"
 
 
-def _work(rank: int, port: int, folder: str, turns: int, launch: int, results: Any) -> None:
+def _work(rank: int, port: int, folder: str, rounds: int, launch: int, results: Any) -> None:
     from spotrun.state.control import Context, Control
 
     control = Path(folder) / f"control-{rank}"
@@ -186,7 +186,7 @@ def _work(rank: int, port: int, folder: str, turns: int, launch: int, results: A
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
-    found = _measure(rank, turns, launch)
+    found = _measure(rank, rounds, launch)
     if rank == 0:
         results.put(found)
     dist.barrier()
@@ -200,7 +200,7 @@ def _network() -> Any:
     return nn.Sequential(*layers)
 
 
-def _measure(rank: int, turns: int, launch: int) -> Launch:
+def _measure(rank: int, count: int, launch: int) -> Launch:
     import torch
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -209,8 +209,8 @@ def _measure(rank: int, turns: int, launch: int) -> Launch:
     from spotrun.train import batches
     from spotrun.train.parallel import _Spare
 
-    count = (2 + turns * TURN) * BATCH * WORKERS
-    data = TensorDataset(torch.randn(count, 64), torch.randint(10, (count,)))
+    samples = (count + 1) * BATCH * WORKERS
+    data = TensorDataset(torch.randn(samples, 64), torch.randint(10, (samples,)))
     # Before `spotrun.init`: a script that makes such a sampler later restarts after a failure, and notes no state.
     loaders = [DataLoader(data, BATCH, sampler=DistributedSampler(data, WORKERS, rank)) for _ in range(3)]
     other = DistributedDataParallel(_Spare(_network()), find_unused_parameters=True)
@@ -224,7 +224,7 @@ def _measure(rank: int, turns: int, launch: int) -> Launch:
         _bare(other, torch.optim.AdamW(other.parameters()), loaders[2]),
     ]
     began, busy = time.monotonic(), _seconds_of_threads()
-    rounds = list(_rounds(run, optimizer, loops, turns, launch))
+    rounds = list(_rounds(run, optimizer, loops, count, random.Random(launch)))
     threads = (_seconds_of_threads() - busy) / (time.monotonic() - began)
     for loop in loops[:SPOTRUN]:
         if seen := _with_hooks(optimizer, False, partial(_calls, loop)):
@@ -232,15 +232,13 @@ def _measure(rank: int, turns: int, launch: int) -> Launch:
     return Launch(rounds, _prepare(rank, 64 * batches.AT_ONCE), threads)
 
 
-def _rounds(run: Any, optimizer: Any, loops: list[Iterator[None]], turns: int, launch: int) -> Iterator[Round]:
-    """A turn of each loop at a time, each loop being the first equally often."""
-    order = random.Random(launch).sample(range(len(loops)), len(loops))  # the same in all workers
-    for number in range(turns):
+def _rounds(run: Any, optimizer: Any, loops: list[Iterator[None]], count: int, draw: random.Random) -> Iterator[Round]:
+    """Steps of all loops, in an order that is drawn for each round. draw: gives the same in all workers."""
+    for _ in range(count):
         found: Round = [(0.0, 0.0)] * len(loops)
-        for at in range(len(loops)):
-            kind = order[(number + at) % len(loops)]
-            run._clock.resume()  # for spotrun, no time has passed while the other loops had their turns
-            found[kind] = _with_hooks(optimizer, kind == SPOTRUN, partial(_median_step, loops[kind]))
+        for kind in draw.sample(range(len(loops)), len(loops)):
+            run._clock.resume()  # for spotrun, no time has passed while the other loops made their steps
+            found[kind] = _with_hooks(optimizer, kind == SPOTRUN, partial(_time, loops[kind]))
         yield found
 
 
@@ -291,14 +289,10 @@ def _seconds_of_threads() -> float:
     return sum(time.clock_gettime(time.pthread_getcpuclockid(each)) for each in own if each is not None)
 
 
-def _median_step(loop: Iterator[None]) -> Times:
-    times = []
-    for _ in range(TURN):
-        began, busy = time.monotonic(), time.thread_time()
-        next(loop)
-        times.append((time.monotonic() - began, time.thread_time() - busy))
-    passed, used = zip(*times[FIRST:], strict=True)
-    return statistics.median(passed), statistics.median(used)
+def _time(loop: Iterator[None]) -> Times:
+    began, busy = time.monotonic(), time.thread_time()
+    next(loop)
+    return time.monotonic() - began, time.thread_time() - busy
 
 
 def _bare(ddp: Any, optimizer: Any, loader: Any) -> Iterator[None]:
