@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from spotrun.head.allocation.assignment import as_it_is
 from spotrun.head.costs import job_totals
 from spotrun.head.job_state import Action, Cause, Drain, EndGeneration, Progress, Release, Start, apply
 from spotrun.head.orders import JobOrders
 from spotrun.head.planner.plan import plan
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import Node, View
+from spotrun.head.view import FleetView, Node, View
 from spotrun.wire import Bundle, StateRef, Worker
 from tests.head.views import NOW, A, B, C, D, failed, failure, job, node, notice, spare, spec, start, view
 
@@ -742,6 +743,14 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(growing(A, B), trains(A, late=56, step=57), trains(B), ahead(C)),
         (Drain(72, GROW, NOW - 0.2 + 60),),
     ),
+    "a new head waits for a newcomer that may have gone on already": (
+        view(growing(A, B), trains(A, phase="drained", regroup="waiting"), ahead(B), awake_since=NOW - 0.1),
+        (),
+    ),
+    "the newcomer does not report in time: the others are called back": (
+        view(growing(A, B), trains(A, phase="drained", regroup="waiting"), ahead(B), awake_since=NOW - 11),
+        (EndGeneration(GROW),),
+    ),
     "a node that warms up does not disturb the others": (view(able(A, B), trains(A), trains(B), warming(C)), ()),
 }
 
@@ -750,6 +759,12 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
 def test_plan(name: str) -> None:
     seen, wanted = cases[name]
     assert plan(seen).actions == wanted
+
+
+def test_a_new_head_leaves_the_nodes_that_a_drain_has_named_to_the_job() -> None:
+    """Otherwise a newcomer that has gone on counts as lost to the job until all nodes of all jobs have reported."""
+    found = as_it_is(FleetView(NOW, (growing(A, B),), ()))
+    assert found.assigned == {"j": {A: (), B: (), C: ()}}
 
 
 def test_a_number_that_a_drain_has_given_is_not_used_twice() -> None:

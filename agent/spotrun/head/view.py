@@ -221,8 +221,9 @@ class FleetView:
     def blind(self) -> bool:
         """Whether this head began or woke up a moment ago, and a node is not back yet.
 
-        That is a member of a newest generation, or a node that the last head could give to a job. Without the latter,
-        jobs of low priority would begin again where a job of higher priority waits for that node.
+        That is a member of a newest generation, a member of one that a drain has named, or a node that the last head
+        could give to a job. Without the last, jobs of low priority would begin again where a job of higher priority
+        waits for that node.
         """
         if self.now - self.awake_since >= TIMEOUTS.rejoin:
             return False
@@ -298,15 +299,24 @@ class View:
         return [known.get((m.node, m.boot)) for m in self.job.members]
 
     def blind(self) -> bool:
-        """Whether this head began or woke up a moment ago, and a member of the newest generation is not back yet."""
+        """Whether this head began or woke up a moment ago, and a node of the job is not back yet.
+
+        That is a member of the newest generation, or of the one that a drain has named: its workers may have joined it.
+        """
         return _blind(self, (self.job,))
+
+
+def named(job: JobState) -> tuple[Member, ...]:
+    """The members of the generation that the drain under way has named; none if no such drain is under way."""
+    return job.following.members if job.draining and job.following else ()
 
 
 def _blind(view: View | FleetView, jobs: Iterable[JobState]) -> bool:
     if view.now - view.awake_since >= TIMEOUTS.rejoin:
         return False
     known = {(node.name, node.report.boot) for node in view.nodes}
-    return any((member.node, member.boot) not in known for job in jobs for member in job.last)
+    members = (member for job in jobs for member in (*job.last, *named(job)))
+    return any((member.node, member.boot) not in known for member in members)
 
 
 def _by_node(pairs: Iterable[tuple[str, T]]) -> dict[str, tuple[T, ...]]:

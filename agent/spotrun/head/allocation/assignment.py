@@ -11,7 +11,7 @@ from spotrun.head.capacity.situation import Placement
 from spotrun.head.fleet.classify import Condition
 from spotrun.head.job_state import JobState
 from spotrun.head.planner import patience
-from spotrun.head.view import NO_WORK, FleetView, Node, View
+from spotrun.head.view import NO_WORK, FleetView, Node, View, named
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,12 @@ def assign(question: Question) -> Assignment:
 
 
 def as_it_is(view: FleetView) -> Assignment:
-    """Each job keeps the nodes that must stay its own, because the head does not see all nodes yet."""
-    held = {job.id: {member.node: member.devices for member in job.bound} for job in view.jobs if job.bound}
+    """Each job keeps the nodes that must stay its own, because the head does not see all nodes yet.
+
+    Workers of the nodes that a drain has named may have gone on already.
+    """
+    nodes = {job.id: {each.node: each.devices for each in (*named(job), *job.bound)} for job in view.jobs}
+    held = {job: found for job, found in nodes.items() if found}
     return Assignment(held, held, held, {})
 
 

@@ -239,10 +239,10 @@ def _drain_on(view: View, reporting: list[Node], size: int) -> tuple[Action, ...
     """
     job = view.job
     assert job.draining is not None
-    sees = any(node is not None and reports(view, node) for node in view.members()) and not view.blind()
+    sees = any(node is not None and reports(view, node) for node in view.members())
     # The agents may not know of a drain that the last head has begun.
     late = view.now > max(job.draining.deadline, view.awake_since + TIMEOUTS.drain)
-    if len(drains.settled(view, reporting)) == size or (late and sees):
+    if not view.blind() and (len(drains.settled(view, reporting)) == size or (late and sees)):
         return _restart(view, job.draining.cause)
     if drains.split(view, reporting):
         return drains.release(view, reporting) or _restart(view, job.draining.cause)
