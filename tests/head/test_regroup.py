@@ -751,6 +751,15 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(growing(A, B), trains(A, phase="drained", regroup="waiting"), ahead(B), awake_since=NOW - 11),
         (EndGeneration(GROW),),
     ),
+    "not all members of the first generation have said that they train, and whether they can regroup": (
+        view(job(A, B), trains(A), node(B, phase="starting", step=-1), warming(C)),
+        (),
+    ),
+    "the same with a notice": (view(job(A, B), leaves(A), node(B, phase="starting", step=-1), warm(C)), ()),
+    "the same, and the rest of the notice is just enough": (
+        view(job(A, B), trains(A, notice=notice(5.5)), node(B, phase="starting", step=-1), warm(C)),
+        (Drain(56, Cause(kind="preempt", node=A), NOW + 2.5, None),),
+    ),
     "a node that warms up does not disturb the others": (view(able(A, B), trains(A), trains(B), warming(C)), ()),
 }
 

@@ -263,6 +263,8 @@ def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | Non
         cause, deadline = Cause(kind="grow"), view.now + TIMEOUTS.drain
     else:
         return ()
+    if job.has_stepped and not _known_to_run(view) and (leaving is None or view.now < leaving.last):
+        return ()  # a moment later, the head knows whether the workers can regroup
     if job.has_stepped:
         step = checkpointing.ahead(view, reporting, DRAIN_AHEAD)
         return (Drain(step, cause, deadline, regroup.following(view, cause), reason),)
@@ -276,6 +278,15 @@ def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | Non
     if job.no_step_since_regroup and cause.kind == "preempt" and regroup.could_leave(view, cause.node.split(", ")):
         return (Release(cause.node, cause.kind, reason),)  # then the others go on without it
     return _restart(view, cause)
+
+
+def _known_to_run(view: View) -> bool:
+    """Whether each member that reports has said that it trains, if another one has completed a step.
+
+    The step shows that all of them train. The reports that say so may be on their way.
+    """
+    found = [node for node in view.members() if node is not None and reports(view, node)]
+    return all(node.work.generation == view.job.generation and node.phase != "starting" for node in found)
 
 
 def _worth_growing(view: View) -> bool:
