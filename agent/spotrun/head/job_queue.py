@@ -226,10 +226,7 @@ async def relaunch(head: Head, job: str) -> None:
         return await _enqueue(head, job)
     state = await head.load(job)
     if not state.ended_already and not _is_missing(head, state):
-        if state.current is None:
-            how = f"`make resume ID={job}` continues it" if state.paused else "it continues by itself when it has nodes"
-            raise SpotrunError(f"job {job} does not train now; {how}")
-        await head.change(lambda active, now: apply(active, EndGeneration(cause=Cause(kind="relaunch")), now), job)
+        await head.change(_restart_workers, job)
         return
     if refused := _nothing_left(head, state):
         raise SpotrunError(refused)
@@ -243,6 +240,16 @@ async def relaunch(head: Head, job: str) -> None:
     await _enqueue(head, job, state.replace(counted_at=0.0, ordered_at=now, resumed_at=now, paused=""))
     if head.ended is not None and head.ended.id == job:
         head.ended = None
+
+
+def _restart_workers(job: JobState, now: float) -> JobState:
+    """The job at the end of its generation. Raises `SpotrunError` if it does not train, or is about to end."""
+    if job.stopping or job.ending:
+        raise SpotrunError(f"job {job.id} is about to end; `make relaunch ID={job.id}` continues it after that")
+    if job.current is None:
+        how = f"`make resume ID={job.id}` continues it" if job.paused else "it continues by itself when it has nodes"
+        raise SpotrunError(f"job {job.id} does not train now; {how}")
+    return apply(job, EndGeneration(cause=Cause(kind="relaunch")), now)
 
 
 async def _enqueue(head: Head, job: str, state: JobState | None = None) -> None:
