@@ -11,95 +11,77 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from random import Random
 
-from spotrun.head.job_state import JobState
 from spotrun.state.control import NEEDS_RELEASE
 from spotrun.wire import Notice
 from tests.head.puppets import Theatre
+from tests.head.simulated_jobs import SimulatedJob, draw
 from tests.head.simulated_nodes import SimulatedNode
-from tests.head.simulated_workers import Loss, Training, WorkerProcess
+from tests.head.simulated_workers import Simulation, Training, WorkerProcess
 
 MOMENTS = (0.002, 0.005, 0.02, 0.05)  # seconds from one moment to the next
 LOOK = 0.5  # seconds between two looks of the scaler
 TURN, REPORT = 0.1, 0.45  # seconds between two turns of an agent, and between two of its reports, at most
 FROZEN = 30.0  # seconds for which a machine stands still, at most
 CALM = 120.0  # seconds without faults until the job must train, at most
-STEADY = 50  # steps of a generation after which the job trains
 
 
 class Interleaving:
-    """One run. faults: "notice", "kill", "freeze" and "head"; chance chooses one of them each time."""
+    """One run. faults: "notice", "kill", "freeze", "agent" and "head" of machines, agents and heads, "pause" and "stop"
+    and "priority" by an operator. Chance chooses one of them each time. jobs: 1 or 2; the second one has a higher
+    priority at first.
+    """
 
-    def __init__(self, seed: int, faults: Sequence[str], root: Path) -> None:
+    def __init__(self, seed: int, faults: Sequence[str], root: Path, jobs: int = 1) -> None:
         self.random = Random(seed)
-        self.training = Training(self.random)
+        self.simulation = Simulation(self.random)
+        self.jobs: list[SimulatedJob] = []
         self.nodes: dict[str, SimulatedNode] = {}
         self._faults, self._root = faults, root
-        self._stage = Theatre(root / "bucket", machines=5)
+        machines, devices, self._coming = draw(self.random, jobs)
+        self.wrong: list[str] = []  # devices that two jobs had at the same time
+        self._stage = Theatre(root / "bucket", machines, devices)
         self._comes_at: dict[str, float] = {}  # when the machine of that name comes
         self._fault_at = self._calm_from = 0.0
         self._looked_at = 0.0
-        self._job = ""
-        self._known: set[int] = set()  # generations of which the head has received a step before it ended them
         self._begun = f"seed {seed}, faults {', '.join(faults)}"
 
     @property
     def story(self) -> str:
         """What happened when."""
-        return "\n".join(self.training.story)
+        return "\n".join(self.simulation.story)
 
     @property
-    def job(self) -> JobState:
-        """The job as the head has it."""
-        return self._stage.state(self._job)
+    def job(self) -> SimulatedJob:
+        """The job of a run with one job."""
+        (job,) = self.jobs
+        return job
 
     @property
-    def kinds(self) -> set[str]:
-        """The kinds of all interruptions."""
-        return {kind for each in self.job.interruptions for kind in each.kind.split("+")}
-
-    @property
-    def losses(self) -> list[Loss]:
-        """The losses, without those of generations of which the head knew no step: it ends these at once."""
-        return [each for each in self.training.losses if each.before in self._known]
-
-    @property
-    def fresh(self) -> list[int]:
-        """Generations with new workers after the first one of which the head knew a step."""
-        first = min(self._known, default=0)
-        return [
-            number
-            for number, each in sorted(self.training.generations.items())
-            if number > first > 0 and not each.regroup
-        ]
-
-    @property
-    def restarted(self) -> list[int]:
-        """Generations with new workers that have a member of the last one before of which the head knew a step."""
-        found, known = [], set[tuple[str, str]]()
-        for number, each in sorted(self.training.generations.items()):
-            members = {(member.node, member.boot) for member in each.members}
-            if known & members and not each.regroup:
-                found.append(number)
-            known = members if number in self._known else known
-        return found
+    def errors(self) -> list[str]:
+        """What the head could not do because of unexpected errors."""
+        head = self._stage.head
+        return [*head.troubles.texts, *(each.text for each in head.parked.values())]
 
     @property
     def trains(self) -> bool:
-        """Whether the job's newest generation makes steps, and none will follow soon."""
-        job, training = self.job, self.training
-        done = training.steps.get(job.generation, 0) - training.bases.get(job.generation, 0)
-        return job.phase == "running" and job.current is not None and done >= STEADY and not any(self._notices())
+        """Whether all jobs train, and no change will follow soon."""
+        return not self._coming and all(job.trains for job in self.jobs) and not any(self._notices())
 
     async def run(self, seconds: float) -> None:
         """Submit a job, cause faults for so many seconds, then wait until it trains."""
-        least = self.random.choice([1, 2, 2])
-        nodes = {"min": least, "max": self.random.choice([2, 3, 4]), "spares": self.random.choice([0, 0, 1])}
-        self._job = await self._stage.queue_job("a", nodes, heartbeat_timeout=10, hang_timeout=60)
-        like = "as on GPUs" if self.training.able == NEEDS_RELEASE else "as on CPUs"
-        self.training.tell(f"{self._begun}: {nodes}, set-up {self.training.set_up} s, {like}")
+        self.simulation.tell(self._begun + (", as on GPUs" if self.simulation.able == NEEDS_RELEASE else ""))
+        self.simulation.tell(f"{self._stage.cluster.pools[0].max} machines with {self._stage.devices} devices")
         self._fault_at = self._now + self.random.uniform(3, 8)
         self._calm_from = self._now + seconds
         await self.go_on()
+
+    async def _submit(self) -> None:
+        for at, name, more in [each for each in self._coming if each[0] <= self._now]:
+            self._coming.remove((at, name, more))
+            id = await self._stage.queue_job(name, heartbeat_timeout=10, hang_timeout=60, procs_per_node=1, **more)
+            training = self.simulation.trainings[id] = Training(self.simulation, name)
+            self.jobs.append(SimulatedJob(self._stage, id, training))
+            training.tell(f"{more}, set-up {training.set_up} s")
 
     async def go_on(self) -> None:
         """Wait until faults are over and the job trains."""
@@ -115,18 +97,18 @@ class Interleaving:
     @property
     def processes(self) -> list[WorkerProcess | None]:
         """The workers of all members."""
-        return [node.process for node in self._members()]
+        return [node.places[self.job.id].process for node in self._members()]
 
     @property
     def _now(self) -> float:
-        return self.training.clock.now
+        return self.simulation.clock.now
 
     def _notices(self) -> list[SimulatedNode]:
         return [node for node in self.nodes.values() if node.notice is not None]
 
     async def _moment(self) -> None:
         """Let some of the things happen that can happen now, in any order."""
-        self._stage.now = self.training.clock.now = self._now + self.random.choice(MOMENTS)
+        self._stage.now = self.simulation.clock.now = self._now + self.random.choice(MOMENTS)
         if self._now - self._looked_at > LOOK:
             self._looked_at = self._now
             await self._stage.look()
@@ -138,13 +120,20 @@ class Interleaving:
         for act in todo:
             await act()
         self._take_machines()
+        self._check_devices()
+        await self._submit()
+        for job in self.jobs:
+            await job.go_on(self._now >= self._calm_from)
         if self._fault_at <= self._now < self._calm_from:
-            self._cause_fault()
+            await self._cause_fault()
 
     def _possible(self, node: SimulatedNode) -> list[Callable[[], Awaitable[None]]]:
         """What happens on a node at this moment."""
         chance = self.random.random
         if self._now < node.frozen_until:
+            return []
+        node.wait()
+        if node.agent is None:
             return []
 
         async def receive() -> None:
@@ -174,11 +163,8 @@ class Interleaving:
     def _report(self, node: SimulatedNode) -> None:
         found = node.report()
         self._stage.head.receive(found, node.send)
-        current = self.job.current
-        for each in found.jobs:
-            stepped = any(worker.step > worker.base >= 0 for worker in each.workers)
-            if stepped and current is not None and current.number == each.generation:
-                self._known.add(each.generation)
+        for job in self.jobs:
+            job.note(found)
 
     def _start_machines(self) -> None:
         """Remove the machines that the head has given back. Start those that it has asked for, after a while."""
@@ -188,50 +174,75 @@ class Interleaving:
         self._comes_at = {name: at for name, at in self._comes_at.items() if name in listed}
         for name in sorted(listed - self.nodes.keys()):
             if self._now >= self._comes_at.setdefault(name, self._now + self.random.uniform(0.3, 3.0)):
-                boot = f"boot {self.training.count()} of {name}"
-                node = SimulatedNode(self.training, name, boot, self._root, self._stage.store)
-                self.nodes[name] = self.training.machines[name] = node
+                number, devices = self.simulation.count(), self._stage.devices
+                self.nodes[name] = SimulatedNode(self.simulation, name, number, self._root, self._stage.store, devices)
 
     def _take_machines(self) -> None:
         """Lose machines that had a notice: at its deadline, or a while after the job trains without them."""
-        job, members = self.job, self._members()
-        trains = job.current is not None and job.generation in self.training.bases
+        members = self._members()
+        trains = all(job.state.current and job.state.generation in job.training.bases for job in self.jobs)
         for node in self._notices():
             left = trains and node not in members and self.random.random() < 0.05
             if left or self._now > node.notice.deadline:
                 self._lose(node.name)
 
     def _members(self) -> list[SimulatedNode]:
-        return [self.nodes[each.node] for each in self.job.members if each.node in self.nodes]
+        names = dict.fromkeys(each.node for job in self.jobs for each in job.state.members)
+        return [self.nodes[name] for name in names if name in self.nodes]
 
     def _lose(self, name: str) -> None:
         """A machine is gone. The cloud makes another one of that name."""
         node = self.nodes.pop(name)
-        del self.training.machines[name]
         node.lose()
+        for training in self.simulation.trainings.values():
+            training.places.pop(name, None)
         self._stage.cloud.made[name] = self._now
         self._stage.head.disconnect(name, node.send)
-        self.training.tell(f"{name} is gone")
+        self.simulation.tell(f"{name} is gone")
 
     def _stop(self, node: SimulatedNode, seconds: float) -> None:
         node.frozen_until = self._now + seconds
-        self.training.tell(f"{node.name} stands still for {seconds:.1f} s")
+        self.simulation.tell(f"{node.name} stands still for {seconds:.1f} s")
 
-    def _cause_fault(self) -> None:
+    def _check_devices(self) -> None:
+        """Note it if the generations of two jobs have the same device."""
+        held: dict[tuple[str, int], str] = {}
+        for job in self._stage.head.states.values():
+            for member in job.members:
+                for device in member.devices or range(self._stage.devices):
+                    other = held.setdefault((member.boot, device), job.name)
+                    if other != job.name:
+                        self.wrong.append(
+                            f"{self._now:.3f}: {other} and {job.name} have device {device} of {member.node}"
+                        )
+
+    def _restart_agent(self, node: SimulatedNode) -> None:
+        send = node.send
+        node.restart_agent()
+        self._stage.head.disconnect(node.name, send)
+        self.simulation.tell(f"the agent of {node.name} ends")
+
+    async def _cause_fault(self) -> None:
         soon = self.random.random() < 0.2  # while the job still recovers from this one
         self._fault_at = self._now + (self.random.uniform(0.05, 1.0) if soon else self.random.uniform(2, 15))
         fault, members = self.random.choice(self._faults), self._members()
         if fault == "head":
-            self.training.tell("a new head starts")
+            self.simulation.tell("a new head starts")
             self._stage.restart_head()
             for node in self.nodes.values():
                 node.connect()
+        elif fault in ("pause", "stop") and self.jobs:
+            await self.random.choice(self.jobs).interrupt(fault)
+        elif fault == "priority" and self.jobs:
+            await self.random.choice(self.jobs).set_priority(self.random.choice([-1, 0, 1]))
         elif members:
             node = self.random.choice(members)
             if fault == "kill":
                 self._lose(node.name)
+            elif fault == "agent":
+                self._restart_agent(node)
             elif fault == "freeze":
                 self._stop(node, self.random.uniform(0.5, FROZEN))
             elif node.notice is None:
-                node.notice = Notice(kind="preempt", deadline=self._now + self.random.uniform(15, 40))
-                self.training.tell(f"{node.name} gets a notice")
+                node.take_notice(Notice(kind="preempt", deadline=self._now + self.random.uniform(15, 40)))
+                self.simulation.tell(f"{node.name} gets a notice")

@@ -6,7 +6,7 @@ abort does not lose a worker's state: so it is on CPUs, and on GPUs in exact mod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Literal, Protocol
@@ -19,6 +19,7 @@ START = 1000.0  # when a simulation begins
 SET_UPS = (0.2, 1.0, 5.0)  # seconds that the script's set-up takes, at most
 STEP = 0.03  # seconds that a worker says a step took
 SLOTS = 2  # snapshots that a machine has in memory
+SNAPSHOT_EVERY = 20  # steps
 EPOCH = 100  # steps
 
 
@@ -38,11 +39,18 @@ class Clock:
 class Machine(Protocol):
     """What a worker needs of its machine."""
 
-    boot: str
-    process: WorkerProcess | None  # its only worker; None: none has started
-    snapshots: list[StateRef]  # in memory, the newest last
+    boot: str  # of the agent; empty: it does not run
     woken: bool  # whether its agent should take a turn soon
     frozen_until: float  # when its processes go on
+
+
+@dataclass
+class Place:
+    """What a machine has of one job."""
+
+    machine: Machine
+    process: WorkerProcess | None = None  # its only worker; None: none has started
+    snapshots: list[StateRef] = field(default_factory=list)  # in memory, the newest last
 
 
 @dataclass(frozen=True)
@@ -53,23 +61,18 @@ class Loss:
     after: int  # the generation that does not have them
     steps: int
     survivors: tuple[str, ...]
+    ignored: int  # steps after the restored one that the snapshot of a machine has
 
 
-class Training:
-    """The job as its workers know it, on all machines. random: decides all that is left to chance."""
+class Simulation:
+    """What all jobs share. random: decides all that is left to chance."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
         self.clock = Clock()
-        self.set_up = random.choice(SET_UPS)
         self.able = random.choice([ABLE, ABLE, NEEDS_RELEASE])
-        self.machines: dict[str, Machine] = {}
+        self.trainings: dict[str, Training] = {}  # by job id
         self.processes: dict[Path, WorkerProcess] = {}  # by control block
-        self.generations: dict[int, Generation] = {}  # those that a node has begun
-        self.formed: set[int] = set()  # those whose process group has been formed
-        self.bases: dict[int, int] = {}  # the step that each has restored
-        self.steps: dict[int, int] = {}  # the newest step whose collective has ended, by generation
-        self.losses: list[Loss] = []
         self.story: list[str] = []
         self._count = 0
 
@@ -82,6 +85,26 @@ class Training:
         self._count += 1
         return self._count
 
+
+class Training:
+    """One job as its workers know it, on all machines."""
+
+    def __init__(self, simulation: Simulation, name: str) -> None:
+        self.simulation, self.random, self.clock = simulation, simulation.random, simulation.clock
+        self.set_up = self.random.choice(SET_UPS)
+        self.places: dict[str, Place] = {}  # by machine
+        self.generations: dict[int, Generation] = {}  # those that a node has begun
+        self.formed: set[int] = set()  # those whose process group has been formed
+        self.bases: dict[int, int] = {}  # the step that each has restored
+        self.steps: dict[int, int] = {}  # the newest step whose collective has ended, by generation
+        self.losses: list[Loss] = []
+        self.late: set[int] = set()  # generations that made steps after a later one had made some
+        self._name = name
+
+    def tell(self, text: str) -> None:
+        """Add what has happened to the story."""
+        self.simulation.tell(f"{self._name}: {text}")
+
     def peers(self, generation: int) -> list[WorkerProcess | None]:
         """The living workers of all members; None in place of one whose machine or process is gone."""
         return [self._process(each) for each in self.generations[generation].members]
@@ -89,14 +112,14 @@ class Training:
     def has_lost_store(self, generation: int) -> bool:
         """Whether the machine with the generation's store is gone."""
         first = self.generations[generation].members[0]
-        return first.node not in self.machines or self.machines[first.node].boot != first.boot
+        return first.node not in self.places or self.places[first.node].machine.boot != first.boot
 
     def restore(self, generation: int) -> int:
         """The step at which the generation begins: the newest that a member or the bucket has."""
         if generation in self.bases:
             return self.bases[generation]
         members, known = self.generations[generation].members, self.generations[generation].checkpoints
-        refs = [ref for each in members for ref in self.machines[each.node].snapshots]
+        refs = [ref for each in members for ref in self.places[each.node].snapshots]
         alive = [each.step for each in self.peers(generation) if each is not None]
         base = max([0, *alive, *(ref.step for ref in (*refs, *known))])
         self._note_loss(generation, base)
@@ -109,28 +132,36 @@ class Training:
         if lost > 0:
             members = self.generations[before].members
             survivors = tuple(each.node for each in self.generations[generation].members if each in members)
-            self.losses.append(Loss(before, generation, lost, survivors))
+            refs = (ref for place in self.places.values() for ref in place.snapshots if ref.generation == before)
+            ignored = max(0, max((ref.step for ref in refs), default=0) - base)
+            self.losses.append(Loss(before, generation, lost, survivors, ignored))
             self.tell(f"generation {generation} restores step {base}: {lost} steps are lost")
 
+    def complete_step(self, generation: int) -> None:
+        """The collective of the next step has ended."""
+        self.steps[generation] += 1
+        if any(self.steps[later] > self.bases[later] for later in self.steps if later > generation):
+            self.late.add(generation)
+
     def _process(self, member: Member) -> WorkerProcess | None:
-        machine = self.machines.get(member.node)
-        process = machine.process if machine is not None and machine.boot == member.boot else None
+        place = self.places.get(member.node)
+        process = place.process if place is not None and place.machine.boot == member.boot else None
         return process if process is not None and process.alive else None
 
 
 class WorkerProcess:
     """One worker. generation: for which it starts; 0: it warms up."""
 
-    def __init__(self, training: Training, machine: Machine, group: WorkerGroup, generation: int) -> None:
+    def __init__(self, training: Training, place: Place, group: WorkerGroup, generation: int) -> None:
         self.alive = True
         self.generation = generation
         self.state: Literal["set-up", "waiting", "forming", "restoring", "training"] = "set-up"
         self.step = NONE
         (worker,) = group.workers
-        self._training, self._machine, self._group, self._control = training, machine, group, worker.control
+        self._training, self._place, self._group, self._control = training, place, group, worker.control
         self._ready_at = training.clock.now + training.random.uniform(0.1, training.set_up)
-        worker.pid = training.count()
-        training.processes[worker.path] = self
+        worker.pid = training.simulation.count()
+        training.simulation.processes[worker.path] = self
 
     @property
     def _released(self) -> bool:
@@ -159,12 +190,12 @@ class WorkerProcess:
         if self.generation:
             self.state = "forming"
         else:
-            self._control.able = self._training.able
+            self._control.able = self._training.simulation.able
             self._leave(EXIT_DRAINED)
 
     def _leave(self, code: int) -> None:
         """Leave the generation and wait for another one; end, if this worker cannot join another one yet."""
-        self._machine.woken = True
+        self._place.machine.woken = True
         if self._control.able > 0:
             self._control.left, self.state = code, "waiting"
         else:
@@ -183,7 +214,7 @@ class WorkerProcess:
         if self._released or (not self._is_whole() if formed else training.has_lost_store(self.generation)):
             self._leave(EXIT_PEER)
         elif formed:
-            self._control.grouped, self._control.able = training.clock.now, training.able
+            self._control.grouped, self._control.able = training.clock.now, training.simulation.able
             self.state = "restoring"
         elif all(self._is_with(each) and each.state == "forming" for each in self._peers()):
             training.formed.add(self.generation)
@@ -209,12 +240,15 @@ class WorkerProcess:
             self._end_step()
         elif self._released or (not self._is_whole() and self._sees_failure()):
             self._leave(EXIT_PEER)
-        elif all(self._is_with(each) and each._is_at(newest) for each in self._peers()):
-            training.steps[self.generation] += training.random.random() < 0.7
+        elif (
+            all(self._is_with(each) and each._is_at(newest) for each in self._peers())
+            and training.random.random() < 0.7
+        ):
+            training.complete_step(self.generation)
 
     def _sees_failure(self) -> bool:
         """Whether this worker notices that a peer is gone. A peer that has stopped at the stop step is not noticed."""
-        if self._training.able == NEEDS_RELEASE:
+        if self._training.simulation.able == NEEDS_RELEASE:
             return False
         return any(not self._is_with(each) or each._control.left == EXIT_PEER for each in self._peers())
 
@@ -224,16 +258,16 @@ class WorkerProcess:
         stepping = STEP * (self.step - control.base)
         stop, save, _ = control.end_step(self.step, training.clock.now, 0.0, stepping, 0.0)
         control.stepped_first = control.stepped_first or training.clock.now
-        if self.step in (stop, save):
+        if self.step in (stop, save) or self.step % SNAPSHOT_EVERY == 0:
             control.begun = control.copied = control.committed = self.step
             ref = StateRef(generation=self.generation, step=self.step)
-            self._machine.snapshots = [*self._machine.snapshots, ref][-SLOTS:]
+            self._place.snapshots = [*self._place.snapshots, ref][-SLOTS:]
         if self.step == stop:
             self._leave(EXIT_DRAINED)
 
     def _is_at(self, step: int) -> bool:
         """Whether this worker takes part in the collective after the step."""
-        frozen = self._machine.frozen_until > self._training.clock.now
+        frozen = self._place.machine.frozen_until > self._training.clock.now
         return self.state == "training" and self.step == step and not frozen
 
     def _peers(self) -> list[WorkerProcess | None]:
