@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -479,6 +480,10 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     "a new head waits for the last members before it begins with fewer": (
         view(job(generation=1, last=(member(A), member(B), member(C))), spare(A), spare(B), awake_since=NOW - 1),
         (),
+    ),
+    "a new head does not wait for a machine that was replaced": (
+        view(job(generation=1, last=(member(A), member(B))), spare(A), spare(B, boot="b2"), awake_since=NOW - 1),
+        (replace(start(A, B), members=(*start(A).members, start(B).members[0].replace(boot="b2"))),),
     ),
     "all members vanished while there was no head: spares begin": (
         view(job(A, B), spare(C), spare(D), vanished=frozenset((A, B)), awake_since=NOW - 30),

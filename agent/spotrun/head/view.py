@@ -314,9 +314,8 @@ def named(job: JobState) -> tuple[Member, ...]:
 def _blind(view: View | FleetView, jobs: Iterable[JobState]) -> bool:
     if view.now - view.awake_since >= TIMEOUTS.rejoin:
         return False
-    known = {(node.name, node.report.boot) for node in view.nodes}
-    members = (member for job in jobs for member in (*job.last, *named(job)))
-    return any((member.node, member.boot) not in known for member in members)
+    known = {node.name for node in view.nodes}  # if another agent reports from a machine, the member is gone
+    return any(member.node not in known for job in jobs for member in (*job.last, *named(job)))
 
 
 def _by_node(pairs: Iterable[tuple[str, T]]) -> dict[str, tuple[T, ...]]:

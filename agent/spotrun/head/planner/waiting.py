@@ -8,7 +8,7 @@ from spotrun.head.fleet.classify import Condition
 from spotrun.head.planner import departure, idle, patience, regroup
 from spotrun.head.planner.liveness import eligible
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import Node, View
+from spotrun.head.view import Node, View, named
 
 NAMED = 4  # machines that a line names
 LONGEST = 80  # characters of what a node says that it is doing
@@ -66,8 +66,8 @@ def _reports(view: View) -> str:
         return f"waiting for {_names(node.name for node in holders)} to report: the newest state is there"
     if not view.blind():
         return ""
-    known = {(node.name, node.report.boot) for node in view.nodes}
-    away = (member.node for member in view.job.last if (member.node, member.boot) not in known)
+    known = {node.name for node in view.nodes}
+    away = (member.node for member in (*view.job.last, *named(view.job)) if member.node not in known)
     return f"waiting for {_names(away)} to report to the head, which began a moment ago"
 
 
