@@ -776,6 +776,17 @@ def test_a_new_head_leaves_the_nodes_that_a_drain_has_named_to_the_job() -> None
     assert found.assigned == {"j": {A: (), B: (), C: ()}}
 
 
+def test_a_new_head_knows_the_devices_of_workers_that_wait() -> None:
+    """With other devices of the same node, these workers would end."""
+    waiting = apply(able(A, B), EndGeneration(KILL), NOW)
+    survivor = waits(A)
+    report = survivor.report.replace(jobs=(survivor.work.replace(devices=(1,)),))
+    seen = replace(survivor, report=report), lost(B), warm(C)
+    found = as_it_is(FleetView(NOW, (waiting,), seen))
+    assert (found.held, found.assigned) == ({"j": {A: (1,), B: (0,)}}, {})
+    assert as_it_is(FleetView(NOW, (waiting.replace(paused="by the operator"),), seen)).held == {}
+
+
 def test_a_number_that_a_drain_has_given_is_not_used_twice() -> None:
     drains = growing(A, B)
     assert (drains.generation, drains.following.number, drains.next_number) == (1, 2, 3)

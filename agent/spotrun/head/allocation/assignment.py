@@ -57,8 +57,17 @@ def as_it_is(view: FleetView) -> Assignment:
     Workers of the nodes that a drain has named may have gone on already.
     """
     nodes = {job.id: {each.node: each.devices for each in (*named(job), *job.bound)} for job in view.jobs}
-    held = {job: found for job, found in nodes.items() if found}
-    return Assignment(held, held, held, {})
+    mine = {job: found for job, found in nodes.items() if found}
+    # The devices of a job that waits may be another job's. But if they stay its own, its workers can go on.
+    waiting = {job.id: _working(view, job) for job in view.jobs if job.wants_nodes and job.current is None}
+    held = mine | {job: {**found, **mine.get(job, {})} for job, found in waiting.items() if found}
+    return Assignment(held, mine, mine, {})
+
+
+def _working(view: FleetView, job: JobState) -> dict[str, Devices]:
+    """The devices that the workers of a job have, by node, as its nodes report."""
+    found = {name: view.by_name[name].report.of(job.id) for name in view.reporting.get(job.id, ())}
+    return {name: work.devices for name, work in found.items() if work is not None and work.devices}
 
 
 def job_view(
