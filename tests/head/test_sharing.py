@@ -36,6 +36,17 @@ async def test_no_machine_runs_that_no_job_can_use(tmp_path: Path) -> None:
     assert [stage.written(job).phase for job in jobs] == ["succeeded", "succeeded"]
 
 
+async def test_a_job_gets_the_spare_of_a_more_important_one(tmp_path: Path) -> None:
+    """Otherwise it would wait for as long as the other job trains."""
+    stage = Theatre(tmp_path, machines=3)
+    first = await stage.queue_job("first", {"min": 1, "max": 1, "spares": 1}, priority=1)
+    await stage.round(10)
+    second = await stage.queue_job("second", 2)
+    await stage.round(20)
+    assert [len(stage.nodes(job)) for job in (first, second)] == [1, 2]
+    assert stage.lost([first, second]) == 0
+
+
 async def test_an_urgent_job_takes_machines_and_gives_them_back(tmp_path: Path) -> None:
     stage = Theatre(tmp_path, machines=3, total=120)
     long = await stage.queue_job("long", {"min": 1, "max": 3})

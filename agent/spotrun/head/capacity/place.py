@@ -114,11 +114,12 @@ def _least(seen: Situation, demand: Demand, machines: Mapping[str, int]) -> dict
 
 
 def _take(taken: dict[str, float], seen: Situation, demand: Demand, placement: Placement) -> None:
-    """Count the machines that a job has or will have."""
+    """Count the machines that a job has or will have, without spares: any job may take those."""
     mine = {pool: float(max(count, placement.reserve.get(pool, 0))) for pool, count in demand.members.items()}
     mine = {pool: float(count) for pool, count in placement.reserve.items()} | mine
     for need in placement.needs:
         left = need.machines - sum(mine.get(pool, 0.0) for pool in need.pools)
+        left = min(left, max(demand.min, demand.max) - sum(mine.values()))
         for offer in seen.offers:
             if offer.name in need.pools and left > 0:
                 most = nodes(demand, offer, offer.pool.max - taken[offer.name])
