@@ -808,6 +808,8 @@ def test_the_nodes_of_the_next_generation_know_it_before_the_stop() -> None:
         (D, None),
     ]
     assert orders[A].stop_at == 56
+    taken = JobOrders(drains, bundle).of(C, "b1", None)
+    assert (taken.next, taken.devices, taken.stand_by) == (orders[C].next, (), False), "the others wait for it"
     assert JobOrders(drains, bundle).of(C, "b2", (0,)).next is None, "it is another machine"
     went_on = apply(drains, replace(again(A, B, C, cause=GROW), planned=True), NOW)
     assert JobOrders(went_on, bundle).of(A, "b1", (0,)).next is None

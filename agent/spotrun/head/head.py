@@ -45,7 +45,7 @@ from spotrun.head.scaler import Scaler
 from spotrun.head.status import event, recovery, status
 from spotrun.head.stragglers import Stragglers
 from spotrun.head.troubles import Troubles
-from spotrun.head.view import FleetView, View
+from spotrun.head.view import FleetView, View, named
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store
 from spotrun.wire import FORMAT, Report
@@ -356,7 +356,7 @@ class Head:
         nodes: dict[str, dict[str, tuple[int, ...] | None]] = {name: {} for name in told}
         for job in view.jobs:
             seen = self._settled.get(job.id) or self._job_view(view, job, conditions)
-            bound = {member.node for member in job.bound}
+            bound = {member.node for member in (*named(job), *job.bound)}
             for node in seen.nodes:
                 needed = node.assigned and not job.ended_already
                 knows = needed or node.name in bound or keeps_state(seen, node)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from spotrun.head.job_state import JobState
+from spotrun.head.view import named
 from spotrun.wire import Bundle, JobOrder, Member, SaveOrder
 
 
@@ -51,9 +52,9 @@ class JobOrders:
                 order = order.replace(keep=job.generation)
             return order.replace(upload=job.saving.ref, save=save) if job.saving and save else order
         member, draining = self._members.get((node, boot)), job.draining
-        following = job.following if draining and (member is not None or devices is not None) else None
-        if following and any((node, boot) == (each.node, each.boot) for each in following.members):
-            order = order.replace(next=following)
+        if name := next((each for each in named(job) if (node, boot) == (each.node, each.boot)), None):
+            # Also if the job has lost the devices since then: its workers may have gone on, and others wait for them.
+            order = order.replace(next=job.following, devices=name.devices if devices is None else devices)
         if member is None:
             return order
         more = {
