@@ -144,8 +144,8 @@ class SimulatedJob:
         await asked
 
     def _note_end(self, job: JobState) -> None:
-        """Note whether the newest state is in the bucket."""
-        reached = max(self.training.steps.items(), default=(0, 0))[1]
+        """Note whether the newest state is in the bucket. The head ends a generation of which it knows no step."""
+        reached = self.training.steps.get(max(self._known, default=0), 0)
         saved = job.checkpoints[0].step if job.checkpoints else 0
         self.training.tell(f"ended as {job.phase} ({job.reason}), with step {saved} of {reached}")
         if job.phase != "stopped" or saved < reached:
