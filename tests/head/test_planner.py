@@ -19,6 +19,7 @@ from spotrun.head.job_state import (
     Ending,
     Finish,
     Interruption,
+    JobState,
     Progress,
     Save,
     Saving,
@@ -67,6 +68,13 @@ def slow(silent: float, stepped: float) -> View:
 def cannot_join(*names: str) -> tuple[Node, ...]:
     """Members of generation 2 that could not connect to the others, 2 s ago."""
     return tuple(failed(n, "peer", at=NOW - 2, generation=2, reported_at=NOW) for n in names)
+
+
+def begun_a_moment_ago(*members: str) -> JobState:
+    """A job whose generation uses the store that the first member reports."""
+    found = job(*members, phase="starting", progress=Progress(), ordered_at=NOW - 0.1)
+    assert found.current is not None
+    return found.replace(current=found.current.replace(store=f"{members[0]}:1"))
 
 
 CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
@@ -480,6 +488,10 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     "a new head waits for the last members before it begins with fewer": (
         view(job(generation=1, last=(member(A), member(B), member(C))), spare(A), spare(B), awake_since=NOW - 1),
         (),
+    ),
+    "a generation ends before rank 0 has reported that it has used its store: another node gets rank 0": (
+        view(begun_a_moment_ago(A, B, C), spare(A), node(B, connected=False, cloud="gone"), spare(C)),
+        (start(C, A, cause=Cause(kind="kill", node=B)),),
     ),
     "a new head does not wait for a machine that was replaced": (
         view(job(generation=1, last=(member(A), member(B))), spare(A), spare(B, boot="b2"), awake_since=NOW - 1),

@@ -380,7 +380,8 @@ def _unexplained_failure(view: View, reporting: list[Node]) -> tuple[Failure, No
 def _start(view: View, ready: list[Node], cause: Cause | None) -> tuple[Action, ...]:
     """Begin a generation. (): workers that it needs warm up, or leave another generation, or a snapshot comes first.
 
-    Survivors get the first ranks, in their old order.
+    Survivors get the first ranks, in their old order. But new workers do not get a store that the current generation
+    uses, or will: the newest report of its rank 0 may be older than that.
     """
     job = view.job
     if (members := regroup.members(view, ready, cause)) is not None:
@@ -388,7 +389,10 @@ def _start(view: View, ready: list[Node], cause: Cause | None) -> tuple[Action, 
         if len(ready) < job.spec.nodes.min:
             return ()
     ranks = {(member.node, member.boot): rank for rank, member in enumerate(job.last)}
-    ready = sorted(ready, key=lambda n: (ranks.get((n.name, n.report.boot), len(ranks)), n.name))
+    used = job.current.store if job.current and members is None else ""
+    late = {n.name for n in ready if n.work.store == used and n.work.generation < job.generation}
+    order = {n.name: (n.name in late, ranks.get((n.name, n.report.boot), len(ranks)), n.name) for n in ready}
+    ready = sorted(ready, key=lambda n: order[n.name])
     if _must_save_first(view, ready):
         return ()
     return (regroup.start(ready[: job.spec.nodes.max], cause, regroup=members is not None),)
