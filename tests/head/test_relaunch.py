@@ -66,7 +66,7 @@ async def test_a_job_that_is_about_to_end_is_not_relaunched(stage: Theatre) -> N
     step = stage.state(job).progress.step
     assert step > 0
     with pytest.raises(SpotrunError, match=f"job {job} is about to end; `make relaunch ID={job}` continues it after"):
-        await command(stage, "relaunch", job)
+        await stage.head.relaunch(job)
     await stage.round(20)
     ended = stage.written(job)
     assert (ended.phase, [each.kind for each in ended.interruptions]) == ("stopped", ["stop"])

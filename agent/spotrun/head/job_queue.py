@@ -226,6 +226,7 @@ async def relaunch(head: Head, job: str) -> None:
         return await _enqueue(head, job)
     state = await head.load(job)
     if not state.ended_already and not _is_missing(head, state):
+        _restart_workers(state, head.clock())  # refuses at once, also while the head takes no turns
         await head.change(_restart_workers, job)
         return
     if refused := _nothing_left(head, state):
