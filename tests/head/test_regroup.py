@@ -18,6 +18,7 @@ from spotrun.wire import Bundle, StateRef, Worker
 from tests.head.views import NOW, A, B, C, D, failed, failure, job, node, notice, spare, spec, start, view
 
 KILL, SILENT = (Cause(kind=kind, node=B) for kind in ("kill", "silent"))
+LONG = Progress(base=0, step=50, stepped_at=NOW - 0.05, restored_at=NOW - 11, pace=0.1, total_steps=1000)
 SLOW = Progress(base=0, step=50, stepped_at=NOW - 3, restored_at=NOW - 200, pace=3.0)
 FIXED = spec(nodes={"min": 3, "max": 3})
 
@@ -759,6 +760,10 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
     "the same, and the rest of the notice is just enough": (
         view(job(A, B), trains(A, notice=notice(5.5)), node(B, phase="starting", step=-1), warm(C)),
         (Drain(56, Cause(kind="preempt", node=A), NOW + 2.5, None),),
+    ),
+    "a member has not said for long that it trains: the others wait no longer": (
+        view(job(A, B, progress=LONG), trains(A), node(B, phase="starting", step=-1), warming(C)),
+        (Drain(56, GROW, NOW + 60, None),),
     ),
     "a node that warms up does not disturb the others": (view(able(A, B), trains(A), trains(B), warming(C)), ()),
 }

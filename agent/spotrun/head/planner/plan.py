@@ -283,8 +283,10 @@ def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | Non
 def _known_to_run(view: View) -> bool:
     """Whether each member that reports has said that it trains, if another one has completed a step.
 
-    The step shows that all of them train. The reports that say so may be on their way.
+    The step shows that all of them train. The reports that say so may be on their way, but not for long.
     """
+    if view.now - view.job.progress.restored_at > TIMEOUTS.regroup:
+        return True
     found = [node for node in view.members() if node is not None and reports(view, node)]
     return all(node.work.generation == view.job.generation and node.phase != "starting" for node in found)
 
