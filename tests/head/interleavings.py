@@ -67,6 +67,12 @@ class Interleaving:
         """Whether all jobs train, and no change will follow soon."""
         return not self._coming and all(job.trains for job in self.jobs) and not any(self._notices())
 
+    @property
+    def replaced(self) -> list[str]:
+        """Machines in whose place the head has asked the cloud for others. Here, the cloud does not make these."""
+        calls = self._stage.cloud.calls
+        return [name for call, names in calls if call == "recreate" for name in names]
+
     async def run(self, seconds: float) -> None:
         """Submit a job, cause faults for so many seconds, then wait until it trains."""
         self.simulation.tell(self._begun + (", as on GPUs" if self.simulation.able == NEEDS_RELEASE else ""))

@@ -149,13 +149,17 @@ async def test_two_jobs_share_machines_and_lose_no_step(run: Run, seed: int) -> 
 
 @pytest.mark.parametrize("seed", TWO_NODES)
 async def test_a_machine_that_was_silent_goes_on_with_its_workers(run: Run, seed: int) -> None:
-    """The job needs both of its machines. It goes on when the one that was silent is back, and runs no set-up again."""
+    """The job needs both of its machines. It goes on when the one that was silent is back, and runs no set-up again.
+
+    The head does not ask the cloud for another machine meanwhile.
+    """
     found = await run(seed, [], seconds=0.0)
     before = found.processes
     assert len(before) == 2
     await found.stand_still(14.0)
     print(found.story)
     assert found.job.kinds == {"silent"}
+    assert found.replaced == []
     assert found.processes == before
     assert found.trains
 
