@@ -70,9 +70,9 @@ def cannot_join(*names: str) -> tuple[Node, ...]:
     return tuple(failed(n, "peer", at=NOW - 2, generation=2, reported_at=NOW) for n in names)
 
 
-def begun_a_moment_ago(*members: str) -> JobState:
+def begun_a_moment_ago(*members: str, **changes: Any) -> JobState:
     """A job whose generation uses the store that the first member reports."""
-    found = job(*members, phase="starting", progress=Progress(), ordered_at=NOW - 0.1)
+    found = job(*members, phase="starting", progress=Progress(), ordered_at=NOW - 0.1, **changes)
     assert found.current is not None
     return found.replace(current=found.current.replace(store=f"{members[0]}:1"))
 
@@ -491,6 +491,13 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     ),
     "a generation ends before rank 0 has reported that it has used its store: another node gets rank 0": (
         view(begun_a_moment_ago(A, B, C), spare(A), node(B, connected=False, cloud="gone"), spare(C)),
+        (start(C, A, cause=Cause(kind="kill", node=B)),),
+    ),
+    "the same with more nodes than it needs: the node with the state is among them": (
+        view(
+            begun_a_moment_ago(A, B, spec=spec(nodes=2)),
+            *(spare(A), node(B, connected=False, cloud="gone"), spare(C), spare(D)),
+        ),
         (start(C, A, cause=Cause(kind="kill", node=B)),),
     ),
     "a new head does not wait for a machine that was replaced": (

@@ -13,12 +13,11 @@ from spotrun.head.job_state import Action, Cause, Drain, EndGeneration, Progress
 from spotrun.head.orders import JobOrders
 from spotrun.head.planner.plan import plan
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import FleetView, Node, View
-from spotrun.wire import Bundle, StateRef, Worker
-from tests.head.views import NOW, A, B, C, D, failed, failure, job, node, notice, spare, spec, start, view
+from spotrun.head.view import FleetView, Node, View, bound
+from spotrun.wire import Bundle, Generation, StateRef, Worker
+from tests.head.views import NOW, A, B, C, D, failed, failure, job, member, node, notice, spare, spec, start, view
 
 KILL, SILENT = (Cause(kind=kind, node=B) for kind in ("kill", "silent"))
-LONG = Progress(base=0, step=50, stepped_at=NOW - 0.05, restored_at=NOW - 11, pace=0.1, total_steps=1000)
 SLOW = Progress(base=0, step=50, stepped_at=NOW - 3, restored_at=NOW - 200, pace=3.0)
 FIXED = spec(nodes={"min": 3, "max": 3})
 
@@ -753,16 +752,23 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         (EndGeneration(GROW),),
     ),
     "not all members of the first generation have said that they train, and whether they can regroup": (
-        view(job(A, B), trains(A), node(B, phase="starting", step=-1), warming(C)),
+        view(job(A, B), trains(A, since=NOW - 1), node(B, phase="starting", step=-1), warming(C)),
         (),
     ),
-    "the same with a notice": (view(job(A, B), leaves(A), node(B, phase="starting", step=-1), warm(C)), ()),
+    "the same with a notice": (
+        view(job(A, B), leaves(A, since=NOW - 1), node(B, phase="starting", step=-1), warm(C)),
+        (),
+    ),
+    "the same, and the job stops": (
+        view(job(A, B, stopping="so"), trains(A, since=NOW - 1), node(B, phase="starting", step=-1)),
+        (Drain(56, Cause(kind="stop"), NOW + 60, None),),
+    ),
     "the same, and the rest of the notice is just enough": (
-        view(job(A, B), trains(A, notice=notice(5.5)), node(B, phase="starting", step=-1), warm(C)),
+        view(job(A, B), trains(A, notice=notice(5.5), since=NOW - 1), node(B, phase="starting", step=-1), warm(C)),
         (Drain(56, Cause(kind="preempt", node=A), NOW + 2.5, None),),
     ),
     "a member has not said for long that it trains: the others wait no longer": (
-        view(job(A, B, progress=LONG), trains(A), node(B, phase="starting", step=-1), warming(C)),
+        view(job(A, B), trains(A, since=NOW - 11), node(B, phase="starting", step=-1), warming(C)),
         (Drain(56, GROW, NOW + 60, None),),
     ),
     "a node that warms up does not disturb the others": (view(able(A, B), trains(A), trains(B), warming(C)), ()),
@@ -790,6 +796,10 @@ def test_a_new_head_knows_the_devices_of_workers_that_wait() -> None:
     found = as_it_is(FleetView(NOW, (waiting,), seen))
     assert (found.held, found.assigned) == ({"j": {A: (1,), B: (0,)}}, {})
     assert as_it_is(FleetView(NOW, (waiting.replace(paused="by the operator"),), seen)).held == {}
+    mine = member(A).model_copy(update={"devices": (0, 1)})
+    other = job(A, id="k", current=Generation(number=1, members=(mine,), store="h:1"))
+    found = as_it_is(FleetView(NOW, (waiting, other), seen))
+    assert found.held == {"j": {B: (0,)}, "k": {A: (0, 1)}}, "nobody takes devices from a job that trains"
 
 
 def test_a_number_that_a_drain_has_given_is_not_used_twice() -> None:
@@ -801,6 +811,13 @@ def test_a_number_that_a_drain_has_given_is_not_used_twice() -> None:
     assert (went_on.current, went_on.following) == (drains.following, None)
     assert apply(drains, start(A, C, cause=KILL), NOW).generation == 3, "workers may wait for generation 2"
     assert apply(apply(drains, EndGeneration(KILL), NOW), start(A, C), NOW).generation == 3
+
+
+def test_a_named_newcomer_stays_until_the_time_of_the_drain_is_over() -> None:
+    drains = growing(A, B)
+    seen = view(drains, stuck(A), stuck(B), now=NOW + 59)
+    assert [each.node for each in bound(seen, drains)] == [A, B, C, A, B]
+    assert bound(replace(seen, now=NOW + 61), drains) == drains.bound
 
 
 def test_the_nodes_of_the_next_generation_know_it_before_the_stop() -> None:
@@ -815,6 +832,7 @@ def test_the_nodes_of_the_next_generation_know_it_before_the_stop() -> None:
     assert orders[A].stop_at == 56
     taken = JobOrders(drains, bundle).of(C, "b1", None)
     assert (taken.next, taken.devices, taken.stand_by) == (orders[C].next, (), False), "the others wait for it"
+    assert JobOrders(drains, bundle).of(C, "b1", (1,)).devices == (), "it joins with those that the others know"
     assert JobOrders(drains, bundle).of(C, "b2", (0,)).next is None, "it is another machine"
     went_on = apply(drains, replace(again(A, B, C, cause=GROW), planned=True), NOW)
     assert JobOrders(went_on, bundle).of(A, "b1", (0,)).next is None

@@ -65,12 +65,24 @@ async def test_a_job_that_is_about_to_end_is_not_relaunched(stage: Theatre) -> N
     await command(stage, "stop", job)
     step = stage.state(job).progress.step
     assert step > 0
-    with pytest.raises(SpotrunError, match=f"job {job} is about to end; `make relaunch ID={job}` continues it after"):
+    with pytest.raises(SpotrunError, match=f"job {job} is about to end; `make relaunch ID={job}` may continue"):
         await stage.head.relaunch(job)
     await stage.round(20)
     ended = stage.written(job)
     assert (ended.phase, [each.kind for each in ended.interruptions]) == ("stopped", ["stop"])
     assert ended.newest[1] >= step
+
+
+async def test_a_job_that_is_about_to_pause_is_not_relaunched(stage: Theatre) -> None:
+    stage.total = 10**6
+    await stage.look()
+    job = await stage.queue_job("job")
+    await stage.round(8)
+    await command(stage, "pause", job)
+    with pytest.raises(SpotrunError, match=f"job {job} is paused; `make resume ID={job}` continues it"):
+        await stage.head.relaunch(job)
+    await stage.round(20)
+    assert [each.kind for each in stage.state(job).interruptions] == ["pause"]
 
 
 async def test_a_job_whose_budget_is_spent_is_continued_with_more_money(stage: Theatre) -> None:

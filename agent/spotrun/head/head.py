@@ -45,7 +45,7 @@ from spotrun.head.scaler import Scaler
 from spotrun.head.status import event, recovery, status
 from spotrun.head.stragglers import Stragglers
 from spotrun.head.troubles import Troubles
-from spotrun.head.view import FleetView, View, named
+from spotrun.head.view import FleetView, View, bound
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store
 from spotrun.wire import FORMAT, Report
@@ -356,10 +356,10 @@ class Head:
         nodes: dict[str, dict[str, tuple[int, ...] | None]] = {name: {} for name in told}
         for job in view.jobs:
             seen = self._settled.get(job.id) or self._job_view(view, job, conditions)
-            bound = {member.node for member in (*named(job), *job.bound)}
+            stays = {member.node for member in bound(view, job)}
             for node in seen.nodes:
                 needed = node.assigned and not job.ended_already
-                knows = needed or node.name in bound or keeps_state(seen, node)
+                knows = needed or node.name in stays or keeps_state(seen, node)
                 if knows and node.name in nodes:
                     # Until devices are given to jobs, waiting workers keep theirs. An order without devices ends them.
                     working = None if self.allocator.decided else node.work.devices or None

@@ -244,12 +244,13 @@ async def relaunch(head: Head, job: str) -> None:
 
 
 def _restart_workers(job: JobState, now: float) -> JobState:
-    """The job at the end of its generation. Raises `SpotrunError` if it does not train, or is about to end."""
+    """The job after its generation has ended. Raises `SpotrunError` if it does not train, or is about to stop that."""
     if job.stopping or job.ending:
-        raise SpotrunError(f"job {job.id} is about to end; `make relaunch ID={job.id}` continues it after that")
+        raise SpotrunError(f"job {job.id} is about to end; `make relaunch ID={job.id}` may continue it after that")
+    if job.paused:
+        raise SpotrunError(f"job {job.id} is paused; `make resume ID={job.id}` continues it")
     if job.current is None:
-        how = f"`make resume ID={job.id}` continues it" if job.paused else "it continues by itself when it has nodes"
-        raise SpotrunError(f"job {job.id} does not train now; {how}")
+        raise SpotrunError(f"job {job.id} does not train now; it continues by itself when it can")
     return apply(job, EndGeneration(cause=Cause(kind="relaunch")), now)
 
 

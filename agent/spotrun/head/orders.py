@@ -52,9 +52,9 @@ class JobOrders:
                 order = order.replace(keep=job.generation)
             return order.replace(upload=job.saving.ref, save=save) if job.saving and save else order
         member, draining = self._members.get((node, boot)), job.draining
-        if name := next((each for each in named(job) if (node, boot) == (each.node, each.boot)), None):
+        if follows := next((each for each in named(job) if (node, boot) == (each.node, each.boot)), None):
             # Also if the job has lost the devices since then: its workers may have gone on, and others wait for them.
-            order = order.replace(next=job.following, devices=name.devices if devices is None else devices)
+            order = order.replace(next=job.following, devices=follows.devices)
         if member is None:
             return order
         more = {

@@ -222,8 +222,8 @@ class FleetView:
         """Whether this head began or woke up a moment ago, and a node is not back yet.
 
         That is a member of a newest generation, a member of one that a drain has named, or a node that the last head
-        could give to a job. Without the last, jobs of low priority would begin again where a job of higher priority
-        waits for that node.
+        could give to a job. Without the third kind, jobs of low priority would begin again where a job of higher
+        priority waits for that node.
         """
         if self.now - self.awake_since >= TIMEOUTS.rejoin:
             return False
@@ -309,6 +309,12 @@ class View:
 def named(job: JobState) -> tuple[Member, ...]:
     """The members of the generation that the drain under way has named; none if no such drain is under way."""
     return job.following.members if job.draining and job.following else ()
+
+
+def bound(view: View | FleetView, job: JobState) -> tuple[Member, ...]:
+    """The nodes that must stay the job's. Those that a drain has named are among them until its time is over."""
+    late = job.draining is not None and view.now > max(job.draining.deadline, view.awake_since + TIMEOUTS.drain)
+    return job.bound if late else (*named(job), *job.bound)
 
 
 def _blind(view: View | FleetView, jobs: Iterable[JobState]) -> bool:

@@ -11,7 +11,7 @@ from spotrun.head.capacity.situation import Placement
 from spotrun.head.fleet.classify import Condition
 from spotrun.head.job_state import JobState
 from spotrun.head.planner import patience
-from spotrun.head.view import NO_WORK, FleetView, Node, View, named
+from spotrun.head.view import NO_WORK, FleetView, Node, View, bound, named
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,24 @@ def as_it_is(view: FleetView) -> Assignment:
 
     Workers of the nodes that a drain has named may have gone on already.
     """
-    nodes = {job.id: {each.node: each.devices for each in (*named(job), *job.bound)} for job in view.jobs}
+    nodes = {job.id: {each.node: each.devices for each in bound(view, job)} for job in view.jobs}
     mine = {job: found for job, found in nodes.items() if found}
-    # The devices of a job that waits may be another job's. But if they stay its own, its workers can go on.
-    waiting = {job.id: _working(view, job) for job in view.jobs if job.wants_nodes and job.current is None}
+    # The devices of a job that waits may be another job's. If it gets the same ones again, its workers can go on.
+    waiting = {job.id: _working(view, job, mine) for job in view.jobs if job.wants_nodes and job.current is None}
     held = mine | {job: {**found, **mine.get(job, {})} for job, found in waiting.items() if found}
     return Assignment(held, mine, mine, {})
 
 
-def _working(view: FleetView, job: JobState) -> dict[str, Devices]:
-    """The devices that the workers of a job have, by node, as its nodes report."""
-    found = {name: view.by_name[name].report.of(job.id) for name in view.reporting.get(job.id, ())}
-    return {name: work.devices for name, work in found.items() if work is not None and work.devices}
+def _working(view: FleetView, job: JobState, taken: Mapping[str, Mapping[str, Devices]]) -> dict[str, Devices]:
+    """The devices that the workers of a job have, by node, as its nodes report. taken: what jobs have, by job."""
+    reports = {name: view.by_name[name].report.of(job.id) for name in view.reporting.get(job.id, ())}
+    found = {name: work.devices for name, work in reports.items() if work is not None and work.devices}
+    others = [each for other, each in taken.items() if other != job.id]
+    return {
+        name: devices
+        for name, devices in found.items()
+        if not any(name in each and (not each[name] or set(devices) & set(each[name])) for each in others)
+    }
 
 
 def job_view(
@@ -81,7 +87,7 @@ def job_view(
 ) -> View:
     """What a job sees. ready_at: when a node last became ready. vanished: as in `View`. placed: where it may train."""
     mine, expected = assignment.assigned.get(job.id, {}), assignment.expected.get(job.id, {})
-    members = {member.node for member in job.last}
+    members = {member.node for member in (*named(job), *job.last)}
     misfits = view.misfits.get(job.id, {})
     names = members.union(mine, view.reporting.get(job.id, ()), misfits)
     known = (view.by_name[name] for name in sorted(names) if name in view.by_name)

@@ -15,7 +15,7 @@ from spotrun.head.job_state import JobState
 from spotrun.head.planner import patience
 from spotrun.head.planner.liveness import reports
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import ENDING_STATES, NO_WORK, FleetView, Node
+from spotrun.head.view import ENDING_STATES, NO_WORK, FleetView, Node, bound
 from spotrun.spec import ClusterSpec, devices_of
 from spotrun.spec.fields import PRIORITY
 from spotrun.wire import Member
@@ -93,7 +93,7 @@ def wish(
     for job in view.jobs:
         if claims(job):
             keep |= held.get(job.id, {}).keys()
-        keep |= {member.node for member in job.bound} | _holders(view, job)
+        keep |= {member.node for member in bound(view, job)} | _holders(view, job)
     asking = [job for job in view.jobs if claims(job) or job.kept]
     needs = _needs(view, asking, cluster, held, placements, [pin for pin in pins if pin.devices])
     return Wish((*needs, Need(len(parked), has=frozenset(parked))) if parked else needs, frozenset(keep))

@@ -118,8 +118,8 @@ def _take(taken: dict[str, float], seen: Situation, demand: Demand, placement: P
     mine = {pool: float(max(count, placement.reserve.get(pool, 0))) for pool, count in demand.members.items()}
     mine = {pool: float(count) for pool, count in placement.reserve.items()} | mine
     for need in placement.needs:
-        left = need.machines - sum(mine.get(pool, 0.0) for pool in need.pools)
-        left = min(left, max(demand.min, demand.max) - sum(mine.values()))
+        wanted = min(need.machines, max(demand.min, demand.max))
+        left = wanted - sum(mine.get(pool, 0.0) for pool in need.pools)
         for offer in seen.offers:
             if offer.name in need.pools and left > 0:
                 most = nodes(demand, offer, offer.pool.max - taken[offer.name])

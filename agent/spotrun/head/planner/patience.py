@@ -30,7 +30,10 @@ def unsaved(view: View) -> list[Node]:
 
 
 def may_return(view: View, node: Node) -> bool:
-    """Whether the node reports, or is silent and may still come back with its state: see `TIMEOUTS.silent`."""
+    """Whether the node reports, or is silent and may still come back with its state.
+
+    It has `TIMEOUTS.silent` for that, but no longer than the work in the state took.
+    """
     quiet = view.now - max(node.reported_at, view.awake_since)
     return reports(view, node) or (not node.gone and quiet <= min(TIMEOUTS.silent, at_stake(view.job)))
 

@@ -263,7 +263,8 @@ def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | Non
         cause, deadline = Cause(kind="grow"), view.now + TIMEOUTS.drain
     else:
         return ()
-    if job.has_stepped and not _known_to_run(view) and (leaving is None or view.now < leaving.last):
+    regroups = cause.kind not in ("stop", "pause")
+    if regroups and job.has_stepped and not _known_to_run(view) and (leaving is None or view.now < leaving.last):
         return ()  # a moment later, the head knows whether the workers can regroup
     if job.has_stepped:
         step = checkpointing.ahead(view, reporting, DRAIN_AHEAD)
@@ -281,14 +282,11 @@ def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | Non
 
 
 def _known_to_run(view: View) -> bool:
-    """Whether each member that reports has said that it trains, if another one has completed a step.
-
-    The step shows that all of them train. The reports that say so may be on their way, but not for long.
-    """
-    if view.now - view.job.progress.restored_at > TIMEOUTS.regroup:
-        return True
+    """Whether all members that report have said that they train, or have had time to. One has completed a step."""
     found = [node for node in view.members() if node is not None and reports(view, node)]
-    return all(node.work.generation == view.job.generation and node.phase != "starting" for node in found)
+    sure = [n for n in found if n.work.generation == view.job.generation and n.phase != "starting"]
+    first = min((n.since for n in sure), default=0.0)
+    return len(sure) == len(found) or view.now - max(first, view.job.ordered_at, view.awake_since) > TIMEOUTS.regroup
 
 
 def _worth_growing(view: View) -> bool:
@@ -382,8 +380,8 @@ def _unexplained_failure(view: View, reporting: list[Node]) -> tuple[Failure, No
 def _start(view: View, ready: list[Node], cause: Cause | None) -> tuple[Action, ...]:
     """Begin a generation. (): workers that it needs warm up, or leave another generation, or a snapshot comes first.
 
-    Survivors get the first ranks, in their old order. But new workers do not get a store that the current generation
-    uses, or will: the newest report of its rank 0 may be older than that.
+    Survivors get the first ranks, in their old order. If possible, new workers do not use the store of the current
+    generation. Its rank 0 may still name this store: its newest report may be older than its order.
     """
     job = view.job
     if (members := regroup.members(view, ready, cause)) is not None:
@@ -393,8 +391,8 @@ def _start(view: View, ready: list[Node], cause: Cause | None) -> tuple[Action, 
     ranks = {(member.node, member.boot): rank for rank, member in enumerate(job.last)}
     used = job.current.store if job.current and members is None else ""
     late = {n.name for n in ready if n.work.store == used and n.work.generation < job.generation}
-    order = {n.name: (n.name in late, ranks.get((n.name, n.report.boot), len(ranks)), n.name) for n in ready}
-    ready = sorted(ready, key=lambda n: order[n.name])
+    ready = sorted(ready, key=lambda n: (ranks.get((n.name, n.report.boot), len(ranks)), n.name))
     if _must_save_first(view, ready):
         return ()
-    return (regroup.start(ready[: job.spec.nodes.max], cause, regroup=members is not None),)
+    chosen = sorted(ready[: job.spec.nodes.max], key=lambda n: n.name in late)
+    return (regroup.start(chosen, cause, regroup=members is not None),)
