@@ -500,3 +500,12 @@ def test_half_of_a_count_is_forgotten_in_a_half_life() -> None:
 def test_keys_of_a_newer_version_are_ignored() -> None:
     text = '{"at": 5, "new": 1, "pools": {"s": {"hours": 2, "newer": []}}}'
     assert Histories.model_validate_json(text).of()["s"].hours == 2
+
+
+def test_the_machines_to_which_a_job_moves_are_taken() -> None:
+    """A job that comes later asks for others."""
+    offers = (offer("s", there=4, price=10.0), offer("t", "b", price=1.0), offer("u", "c", price=2.0))
+    moves = job(pools=frozenset({"s", "t"}), min=4, priority=1, members={"s": 4}, cheapest=True, left=1e6)
+    later = job(job="k", pools=frozenset({"t", "u"}), min=4, order=1)
+    found = place(Situation(NOW, offers, (moves, later)))
+    assert [asked(found[each]) for each in ("j", "k")] == [{"s": 4, "t": 4}, {"u": 4}]
