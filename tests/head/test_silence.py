@@ -20,7 +20,7 @@ from spotrun.head.view import Machine, Sign, View
 from spotrun.spec import JobSpec
 from spotrun.store import Store, alive_key
 from spotrun.wire import AliveJob, AliveRecord, StateRef
-from tests.head.views import NOW, frozen, job, member, node, planned, spare, spec
+from tests.head.views import NOW, frozen, job, listed, member, node, planned, spare, spec
 from tests.head.views import view as view_of
 from tests.head.world import World, stepping
 from tests.helpers import await_for
@@ -202,6 +202,7 @@ def test_whose_signs_are_looked_for() -> None:
     assert silence.watched(view(waits, frozen(A, 4))) == {A}
     assert silence.watched(view(waits, frozen(A, 4), spare(B))) == {A}
     assert silence.watched(view(waits, spare(A), frozen(B, 4))) == set()
+    assert silence.watched(view(waits, spare(B), machines=listed(B))) == set(), "the machine is gone"
 
 
 def record(at: float, step: int = 5, boot: str = "b1") -> AliveRecord:

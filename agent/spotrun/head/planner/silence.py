@@ -77,7 +77,9 @@ def watched(view: View) -> frozenset[str]:
     if view.job.current is not None:
         return frozenset() if since(view) is None else frozenset(member.node for member in view.job.members)
     here = {node.name for node in view.nodes if reports(view, node)}
-    return frozenset(member.node for member in view.job.last if member.node not in here)
+    there = {machine.name for machine in view.machines}  # none: the cloud does not answer
+    away = {member.node for member in view.job.last} - here
+    return frozenset(away & there if there else away)
 
 
 def observe(job: JobState, view: View) -> JobState:
