@@ -15,8 +15,6 @@ from tests.head.puppets import Theatre
 from tests.head.simulated_workers import START, Loss, Training
 
 STEADY = 50  # steps of a generation after which the job trains
-
-
 TYPING = 1.0  # seconds for an operator to type the next command; agents learn of the end of a job meanwhile
 Coming = tuple[float, str, dict[str, Any]]  # when a job is submitted, its name, and keys of its file
 

@@ -714,6 +714,13 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(begun(A, B, stopping="by the operator").replace(ordered_at=NOW - 11), *trainers(A, B)),
         (EndGeneration(Cause(kind="stop")),),
     ),
+    "the job pauses then, and a node lies about its pace: the wait ends": (
+        view(
+            begun(A, B, paused="by the operator", pace=1e30).replace(ordered_at=NOW - 611),
+            *(replace(each, assigned=False) for each in trainers(A, B)),
+        ),
+        (EndGeneration(Cause(kind="pause", node="a, b")),),
+    ),
     "the members are not in the process group yet, and one of them gets a notice: the next generation begins": (
         view(growing(A, B), leaves(A, generation=2, phase="starting", workers=()), ahead(B), ahead(C)),
         (replace(again(A, B, C, cause=GROW), planned=True),),

@@ -56,33 +56,28 @@ async def test_the_budget_of_a_job_keeps_a_reserve_for_its_own_devices_only(tmp_
     await stage.head.relaunch(job)
 
 
-async def test_a_job_that_is_about_to_end_is_not_relaunched(stage: Theatre) -> None:
-    """Its stop would lose steps, and the job would not go on."""
+@pytest.mark.parametrize(
+    ("verb", "why", "ends_as"),
+    [
+        ("stop", "is about to end; `make relaunch ID=job-.*` may continue it after that", "stopped"),
+        ("pause", "is paused; `make resume ID=job-.*` continues it", "waiting"),
+    ],
+)
+async def test_a_job_that_is_about_to_stop_is_not_relaunched(stage: Theatre, verb: str, why: str, ends_as: str) -> None:
+    """Otherwise steps would be lost, and the job would not go on."""
     stage.total = 10**6
     await stage.look()
     job = await stage.queue_job("job")
     await stage.round(8)
-    await command(stage, "stop", job)
+    await command(stage, verb, job)
     step = stage.state(job).progress.step
     assert step > 0
-    with pytest.raises(SpotrunError, match=f"job {job} is about to end; `make relaunch ID={job}` may continue"):
+    with pytest.raises(SpotrunError, match=f"job {job} {why}"):
         await stage.head.relaunch(job)
     await stage.round(20)
     ended = stage.written(job)
-    assert (ended.phase, [each.kind for each in ended.interruptions]) == ("stopped", ["stop"])
+    assert (ended.phase, [each.kind for each in ended.interruptions]) == (ends_as, [verb])
     assert ended.newest[1] >= step
-
-
-async def test_a_job_that_is_about_to_pause_is_not_relaunched(stage: Theatre) -> None:
-    stage.total = 10**6
-    await stage.look()
-    job = await stage.queue_job("job")
-    await stage.round(8)
-    await command(stage, "pause", job)
-    with pytest.raises(SpotrunError, match=f"job {job} is paused; `make resume ID={job}` continues it"):
-        await stage.head.relaunch(job)
-    await stage.round(20)
-    assert [each.kind for each in stage.state(job).interruptions] == ["pause"]
 
 
 async def test_a_job_whose_budget_is_spent_is_continued_with_more_money(stage: Theatre) -> None:

@@ -272,7 +272,8 @@ def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | Non
     # This generation has completed no step, so a restart loses no work. Growth waits for the first step. So do workers
     # that have regrouped, if there is time. If a notice leaves no time, the others leave and regroup again. In other
     # cases, the next generation has new workers.
-    limit = (regroup.time_to_join(job) if leaving else TIMEOUTS.regroup) + 2 * (job.progress.pace or job.pace)
+    two_steps = min(2 * (job.progress.pace or job.pace), job.spec.start_timeout)  # a node may lie about its pace
+    limit = (regroup.time_to_join(job) if leaving else TIMEOUTS.regroup) + two_steps
     late = view.now - job.ordered_at > limit or (leaving is not None and view.now >= leaving.last)
     if cause.kind == "grow" or (job.no_step_since_regroup and cause.kind != "stop" and not late):
         return ()
