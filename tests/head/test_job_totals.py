@@ -49,6 +49,13 @@ def test_restored_alone_is_not_a_step() -> None:
     assert state.phase == "starting"
 
 
+@pytest.mark.parametrize(("regroup", "can"), [("able", True), ("waiting", True), ("no", False), ("unknown", False)])
+def test_a_job_can_regroup_if_all_its_workers_can(regroup: str, can: bool) -> None:
+    """Also if they have left while their agent made its report: it says that they train, and that they wait."""
+    state = job(A, B, regroups=not can)
+    assert job_totals.observe(state, view(state, node(A, regroup="able"), node(B, regroup=regroup))).regroups is can
+
+
 def test_reports_of_an_older_generation_do_not_count() -> None:
     state = interrupted()
     nodes = [node(name, generation=1, step=90) for name in (A, C)]

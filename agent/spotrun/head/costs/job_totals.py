@@ -29,7 +29,8 @@ def observe(job: JobState, view: View) -> JobState:
     if not workers:
         return job
     if len(here) == len(job.members) and all(node.phase == "running" for node in here):
-        able = all(node.work.regroup == "able" for node in here)
+        # Workers can leave while their agent makes a report, which then says both `running` and `waiting`.
+        able = all(node.work.regroup in ("able", "waiting") for node in here)
         job = job if able == job.regroups else job.replace(regroups=able)
     progress = _progress(job.progress, here, workers)
     if progress == job.progress:
