@@ -28,12 +28,12 @@ CALM = 120.0  # seconds without faults until the job must train, at most
 class Interleaving:
     """One run. faults: "notice", "kill", "freeze", "agent" and "head" of machines, agents and heads, "pause" and "stop"
     and "priority" by an operator. Chance chooses one of them each time. jobs: 1 or 2; the second one has a higher
-    priority at first.
+    priority at first. between: as in `Simulation`.
     """
 
-    def __init__(self, seed: int, faults: Sequence[str], root: Path, jobs: int = 1) -> None:
+    def __init__(self, seed: int, faults: Sequence[str], root: Path, jobs: int = 1, between: float = 0.0) -> None:
         self.random = Random(seed)
-        self.simulation = Simulation(self.random)
+        self.simulation = Simulation(self.random, between)
         self.jobs: list[SimulatedJob] = []
         self.nodes: dict[str, SimulatedNode] = {}
         self._faults, self._root = faults, root
@@ -151,6 +151,8 @@ class Interleaving:
             if chance() < 0.3:
                 node.work()
             node.publish()
+            if self.simulation.between and chance() < 0.3:
+                self._report(node)
 
         async def report() -> None:
             self._report(node)

@@ -22,7 +22,7 @@ from spotrun.node.launch.client import Launcher
 from spotrun.node.launch.worker import Task
 from spotrun.node.part_uploader import PartUploader, WantedPart
 from spotrun.node.runner import Runner
-from spotrun.node.workers import WorkerGroup
+from spotrun.node.workers import LocalWorker, WorkerGroup
 from spotrun.spec import JobSpec, names
 from spotrun.store import Store
 from spotrun.wire import JobOrder, Notice, Order, Part, Report
@@ -306,6 +306,20 @@ class SimulatedUploader(PartUploader):
 
     def stop(self) -> None:
         self._wanted = None
+
+
+def looking(simulation: Simulation) -> property:
+    """What takes the place of `LocalWorker.left`: the worker may go on before its agent looks at it."""
+    look: Any = LocalWorker.left
+
+    def left(worker: LocalWorker) -> int | None:
+        lives = worker.code is None and worker.control.able > 0
+        if simulation.between and lives and simulation.random.random() < simulation.between:
+            simulation.processes[worker.path].act()
+        found: int | None = look.fget(worker)
+        return found
+
+    return property(left)
 
 
 def ending(simulation: Simulation) -> Callable[[WorkerGroup], Any]:

@@ -65,10 +65,13 @@ class Loss:
 
 
 class Simulation:
-    """What all jobs share. random: decides all that is left to chance."""
+    """What all jobs share. random: decides all that is left to chance.
 
-    def __init__(self, random: Random) -> None:
-        self.random = random
+    between: how probable it is that a worker goes on between two looks of its agent. Agents then also report at once.
+    """
+
+    def __init__(self, random: Random, between: float = 0.0) -> None:
+        self.random, self.between = random, between
         self.clock = Clock()
         self.able = random.choice([ABLE, ABLE, NEEDS_RELEASE])
         self.trainings: dict[str, Training] = {}  # by job id
@@ -203,8 +206,9 @@ class WorkerProcess:
             self._group.exited(0, code)
 
     def _join(self) -> None:
-        if self._control.joins > self.generation:
-            self.generation, self.state = self._control.joins, "forming"
+        joins = self._control.joins
+        if joins > self.generation and joins in self._training.generations:
+            self.generation, self.state = joins, "forming"
             self._control.entered = self._training.clock.now
 
     def _form(self) -> None:
