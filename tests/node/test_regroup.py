@@ -23,7 +23,8 @@ from tests.helpers import await_for, gone
 A, B, C = "node-a", "node-b", "node-c"
 SET_UP = STARTING[1]
 
-# `set up` is printed once by each process that runs the script from the top.
+# `set up` is printed once by each process that runs the script from the top. The last argument may be a path: while
+# the file PATH.hold is there, rank 1 stands between two steps, and makes PATH.held.
 SCRIPT = """
 import os, sys, time
 import torch
@@ -53,6 +54,10 @@ for epoch in run.epochs(1):
         run.backward(model(x).mean())
         optimizer.step()
         optimizer.zero_grad()
+        if run.rank == 1 and os.path.exists(sys.argv[-1] + ".hold"):
+            open(sys.argv[-1] + ".held", "w").close()
+            while os.path.exists(sys.argv[-1] + ".hold"):
+                time.sleep(0.01)
         if run.step % 50 == 0:
             print("step", run.step, "rank", run.rank, "of", run.world_size, "generation", run.generation, flush=True)
         time.sleep(0.01)
@@ -192,14 +197,21 @@ def test_workers_that_leave_as_soon_as_they_are_called_back_are_kept(monkeypatch
 async def test_workers_of_a_generation_that_has_ended_without_them_are_called_back(
     tmp_path: Path, args: list[str]
 ) -> None:
-    """B's worker stood still while the others left, so it has noticed nothing. It goes on with them in its process."""
+    """B's worker stood still while the others left, so it has noticed nothing. It goes on with them in its process.
+
+    It stood between two steps. In a collective, it may hang: see `connections.break_all`.
+    """
+    hold, held = tmp_path / "b.hold", tmp_path / "b.held"
     async with world(tmp_path, A, B) as w:
-        bundle, order, before = await training(w, [A, B], *args)
+        bundle, order, before = await training(w, [A, B], *args, str(tmp_path / "b"))
+        hold.touch()
+        await await_for(held.exists)
         os.kill(before[1].workers[0].pid, signal.SIGSTOP)
         await w.head.order(A, changed(order, release=True))
         await waiting(w, A)
         await w.head.order(B, order_of(bundle, stand_by=True))
         os.kill(before[1].workers[0].pid, signal.SIGCONT)
+        hold.unlink()
         await waiting(w, B)
         await w.begin(bundle, 2, [A, B], regroup=True)
         after = await w.steps([A, B], 2, max(report.workers[0].step for report in before) + 3)
