@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from spotrun.node import generations
+from spotrun.node.generations import Generations
 from spotrun.node.workers import STARTING
 from spotrun.state.control import Invitation
-from spotrun.wire import Bundle, Order, StateRef
+from spotrun.wire import Bundle, JobOrder, Order, StateRef
 from tests.fakes.head import Seen
 from tests.fakes.launchers import children
 from tests.fakes.node import World, changed, order_of, world
@@ -180,12 +181,33 @@ async def test_a_node_that_joined_first_is_called_back(tmp_path: Path, args: lis
         assert (await w.bucket_log(bundle, 0, C, 0, "set up")).count("set up") == 1
 
 
+async def test_workers_that_leave_between_two_looks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were called back, and have left when the agent has found that they do not wait yet."""
+    bundle = Bundle(id="a", job={}, code="")
+    group: Any = SimpleNamespace(number=1, regroup="able", forms=False, released_at=time.time(), workers=())
+    group.generation = SimpleNamespace(members=(A, B))
+    node: Any = Generations.__new__(Generations)
+
+    def stays(*_: object) -> bool:
+        group.regroup = "waiting"
+        return False
+
+    async def end(*_: object) -> None:
+        raise AssertionError("the workers could go on")
+
+    rank = ("_rank", lambda generation: -1)
+    for name, call in (rank, ("_stays", stays), ("_has_devices", lambda job: True), ("end_group", end)):
+        monkeypatch.setattr(node, name, call, raising=False)
+    node.waiting = ("", 0.0)
+    await node.apply(SimpleNamespace(group=group), JobOrder(bundle=bundle, stand_by=True))
+
+
 def test_workers_that_leave_as_soon_as_they_are_called_back_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have left before the agent looks again."""
-    group = SimpleNamespace(joining=True, released_at=0.0, generation=SimpleNamespace(members=()))
+    group = SimpleNamespace(forms=True, released_at=0.0, generation=SimpleNamespace(members=()))
 
     def release(called_back: SimpleNamespace) -> None:
-        called_back.joining, called_back.released_at = False, time.time()
+        called_back.forms, called_back.released_at = False, time.time()
 
     monkeypatch.setattr(generations, "release", release)
     call_back: Any = generations._call_back

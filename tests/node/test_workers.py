@@ -13,7 +13,7 @@ import pytest
 
 from spotrun.node import cleanup, snapshot_limits, worker_failure
 from spotrun.node.phase import phase_of
-from spotrun.node.workers import create
+from spotrun.node.workers import LocalWorker, create
 from spotrun.state import exit_note
 from spotrun.state.control import (
     ABLE,
@@ -54,6 +54,26 @@ PEER = Failure(kind="peer", rank=0, at=1.0, message="")
 )
 def test_phase(codes: list[int | None], failure: Failure | None, lost: bool, restored: bool, wanted: str) -> None:
     assert phase_of(codes, failure, lost, restored) == wanted
+
+
+def test_a_drain_is_not_over_before_the_snapshot_of_a_worker_that_leaves_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins the snapshot of its last step and leaves, just before the agent looks whether it has left."""
+    found = create(Generation(number=1, members=(), store="h:1"), 0, 1, tmp_path / "control", tmp_path / "logs")
+    look: Any = LocalWorker.left
+
+    def left(worker: LocalWorker) -> int | None:
+        worker.control.begun, worker.control.left = 60, EXIT_DRAINED
+        code: int | None = look.fget(worker)
+        return code
+
+    found.workers[0].control.step = found.workers[0].control.committed = 48
+    monkeypatch.setattr(LocalWorker, "left", property(left))
+    assert found.phase == "running"
+    found.workers[0].control.committed = 60
+    assert found.phase == "drained"
+    found.close()
 
 
 def test_a_worker_may_leave_while_the_agent_reads_why_another_one_left(

@@ -62,10 +62,11 @@ class Generations:
             wanted = None
         group = job.group
         if group is not None and (wanted is None or wanted.number != group.number):
+            able = group.regroup == "able"  # before the other looks: workers that leave meanwhile need not end
             if self._stays(job, group, wanted, order.stand_by) and (wanted is None or self._regroup(job, wanted, rank)):
                 return
             may_regroup = order.stand_by if wanted is None else wanted.regroup
-            if may_regroup and self._has_devices(job) and _call_back(group):
+            if able and may_regroup and self._has_devices(job) and _call_back(group):
                 return
             await self.end_group(job, group)
             if group.living:
@@ -214,13 +215,14 @@ def _goes_on(group: WorkerGroup | None, order: JobOrder) -> bool:
 def _call_back(group: WorkerGroup) -> bool:
     """Have workers leave a generation that does not begin, or that went on without them while this node was silent.
 
-    True: the workers still have time to leave. After that, they can join another generation.
+    Call it if they have not left a moment ago. True: they still have time to leave. After that, they can join another
+    generation.
     """
     # Workers without peers complete their steps, and nothing would stop them.
     peers = len(group.generation.members) > 1
-    if not group.joining and not (peers and group.number > 0 and group.regroup == "able"):
+    if not group.forms and not (peers and group.number > 0):
         return False
-    release(group)  # from now on, they may leave at any moment: then the next turn finds that they wait
+    release(group)  # they may leave at any moment, or have left by now: then the next turn finds that they wait
     return time.time() - group.released_at < CALL_BACK
 
 

@@ -123,8 +123,10 @@ class WorkerGroup:
     @property
     def phase(self) -> Phase:
         restored = all(each.control.step != NONE for each in self.workers)
-        # Those that have left are done when the snapshot of their last step is safe.
-        left = [None if steps_in_progress(each.control) else each.left for each in self.workers]
+        # Those that have left are done when the snapshot of their last step is safe. They begin it before they leave.
+        # So look first whether they have left: they may do so meanwhile.
+        left = [each.left for each in self.workers]
+        left = [None if steps_in_progress(w.control) else gone for w, gone in zip(self.workers, left, strict=True)]
         codes = [gone if each.code is None else each.code for each, gone in zip(self.workers, left, strict=True)]
         return phase_of(codes, self.failure, self.group_failure is not None, restored)
 
@@ -143,8 +145,12 @@ class WorkerGroup:
     @property
     def joining(self) -> bool:
         """Whether the workers regroup, and have not formed the process group yet."""
-        forms = any(not each.control.grouped for each in self.workers)
-        return self.number > 0 and self.origin != 0 and self.regroup == "able" and forms
+        return self.regroup == "able" and self.forms
+
+    @property
+    def forms(self) -> bool:
+        """Whether the process group of a regroup has not been formed yet, also if workers have left the generation."""
+        return self.number > 0 and self.origin != 0 and any(not each.control.grouped for each in self.workers)
 
     def stopped_in(self, generation: int) -> bool:
         """Whether all workers of this node have left that generation at its stop step."""
