@@ -103,7 +103,7 @@ def test_a_node_that_comes_back_does_not_disturb(cluster: Harness) -> None:
         samples=samples,
         batch=4,
         grow_interval=5,
-        slow=100,
+        slow=20,  # so the fault usually comes between two steps, and the others are in the same epoch
         heartbeat_timeout=LOST_AFTER,
     )
     cluster.until_step(30)

@@ -206,7 +206,7 @@ class WorkerProcess:
             self._group.exited(0, code)
 
     def _join(self) -> None:
-        joins = self._control.joins
+        joins = self._control.joins  # its agent may still be in the turn in which it has begun this generation
         if joins > self.generation and joins in self._training.generations:
             self.generation, self.state = joins, "forming"
             self._control.entered = self._training.clock.now

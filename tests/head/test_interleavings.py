@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,8 +33,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     still may complete some steps when it goes on.
     """
 
-    async def start(seed: int, faults: Sequence[str], seconds: float = 60.0, **more: Any) -> Interleaving:
-        found = Interleaving(seed, faults, tmp_path / str(len(list(tmp_path.iterdir()))), **more)
+    async def start(
+        seed: int, faults: Sequence[str], seconds: float = 60.0, jobs: int = 1, between: float = 0.0
+    ) -> Interleaving:
+        root = tmp_path / str(len(list(tmp_path.iterdir())))
+        found = Interleaving(seed, faults, root, jobs, between)
         simulation = found.simulation
         for module in (agent, generations, workers, runner, control, worker_failure):
             monkeypatch.setattr(module, "time", simulation.clock)
@@ -49,7 +51,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
             print(found.story)
         assert found.errors == []
         assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
-        assert "freeze" in faults or not any(job.training.late for job in found.jobs), "no fencing"
+        assert "freeze" in faults or [job.training.late for job in found.jobs] == [set()] * jobs, "no fencing"
         return found
 
     return start

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from spotrun.node import runner
 from spotrun.node.runner import POLL, STANDING_BY, interval
 from spotrun.node.workers import STUCK, WorkerGroup, create
 from spotrun.state.control import EXIT_DRAINED
-from spotrun.wire import Generation
+from spotrun.wire import Generation, StateRef
 
 
 def group(path: Path, number: int, **control: int) -> WorkerGroup:
@@ -62,3 +65,20 @@ def test_nobody_looks_at_workers_that_are_gone(tmp_path: Path) -> None:
     found.exited(0, 0)
     found.close()
     assert interval(found) is None
+
+
+@pytest.mark.parametrize(
+    ("phase", "step"),
+    [("running", 48), ("drained", 60), ("failed", 60), ("succeeded", 60)],
+    ids=lambda value: str(value),
+)
+def test_the_report_that_workers_have_ended_has_their_newest_snapshot(
+    monkeypatch: pytest.MonkeyPatch, phase: str, step: int
+) -> None:
+    """Also if one of them waits for another generation, and a look at the snapshots was a moment ago."""
+    found: Any = runner.Runner.__new__(runner.Runner)
+    found.id, found._slots, found._snapshot = "a", Path(), StateRef(generation=1, step=48)
+    found._read_slots = (48, time.monotonic())
+    monkeypatch.setattr(runner, "newest_snapshot", lambda folder, job: StateRef(generation=1, step=60))
+    found._find_snapshot(SimpleNamespace(committed=60, alive=True, regroup="no", phase=phase))
+    assert found._snapshot.step == step

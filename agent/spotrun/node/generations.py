@@ -62,7 +62,7 @@ class Generations:
             wanted = None
         group = job.group
         if group is not None and (wanted is None or wanted.number != group.number):
-            able = group.regroup == "able"  # before the other looks: workers that leave meanwhile need not end
+            able = group.regroup == "able"  # look here first: workers that leave a moment later must not be ended
             if self._stays(job, group, wanted, order.stand_by) and (wanted is None or self._regroup(job, wanted, rank)):
                 return
             may_regroup = order.stand_by if wanted is None else wanted.regroup
@@ -215,8 +215,8 @@ def _goes_on(group: WorkerGroup | None, order: JobOrder) -> bool:
 def _call_back(group: WorkerGroup) -> bool:
     """Have workers leave a generation that does not begin, or that went on without them while this node was silent.
 
-    Call it if they have not left a moment ago. True: they still have time to leave. After that, they can join another
-    generation.
+    Call it if a look a moment ago has found that they can regroup, and do not wait yet. True: they still have time to
+    leave. After that, they can join another generation.
     """
     # Workers without peers complete their steps, and nothing would stop them.
     peers = len(group.generation.members) > 1

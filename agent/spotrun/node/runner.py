@@ -264,7 +264,7 @@ class Runner:
     def _find_snapshot(self, group: WorkerGroup | None) -> None:
         """Read the newest snapshot's record if there may be a new one, but not too often."""
         committed = group.committed if group else -2
-        ended = group is not None and (not group.alive or group.regroup == "waiting" or group.phase != "running")
+        ended = group is not None and (group.regroup == "waiting" or group.phase in ("drained", "failed", "succeeded"))
         seen, at = self._read_slots
         if committed != seen and (ended or committed < 0 or time.monotonic() - at > 10 * POLL):
             self._snapshot = newest_snapshot(self._slots, self.id)

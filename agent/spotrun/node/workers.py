@@ -149,7 +149,7 @@ class WorkerGroup:
 
     @property
     def forms(self) -> bool:
-        """Whether the process group of a regroup has not been formed yet, also if workers have left the generation."""
+        """Whether a regroup has not formed the process group yet. Its workers may have left the generation since."""
         return self.number > 0 and self.origin != 0 and any(not each.control.grouped for each in self.workers)
 
     def stopped_in(self, generation: int) -> bool:

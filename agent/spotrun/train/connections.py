@@ -32,10 +32,13 @@ def break_all() -> None:
     from them, and gloo closes them. If the writing ended too, more collectives would hang.
 
     Even so, a collective can hang, which is rare (bench/RESULTS.md says how rare). Then the agent ends the worker. Two
-    cases are known (gloo's tcp/pair.cc, torch 2.13). Two collectives at the same time, which DDP has with three ranks,
-    or with several buckets: when the first one fails, gloo stops reading from a connection that still brings its data
-    (`Pair::prepareRead`), and the second one waits for the same connection. And a worker that has stood still in a
-    collective while its peers left: it may wait in `UnboundBuffer::waitSend`, although the connection is closed.
+    cases are known (gloo's tcp/pair.cc, torch 2.13):
+
+    * There are two collectives at the same time. DDP has that with three ranks, or with several buckets. When the first
+      one fails, gloo stops reading from a connection that still brings its data (`Pair::prepareRead`). The second one
+      waits for the same connection.
+    * A worker stands still in a collective while its peers leave. When it goes on, it may wait in
+      `UnboundBuffer::waitSend`, although the connection is closed.
     """
     global broken
     broken = True  # first, so that no transfer is missed
