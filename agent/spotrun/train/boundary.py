@@ -288,7 +288,7 @@ class Boundary:
         begins = self.snapshots.writer is None and self.snapshots.section is None  # it is before its first step
         here = found is not None and found.record.state["run"]["epoch"] == state.epoch
         if not begins and (found is None or not here or found.record.step == self._finished):
-            # The script is past the state's place, or its first state is lost. Every member comes to the same result.
+            # The script is not at the state's place, or its first state is lost. Members that are there fail with it.
             raise dist.DistError("the next generation begins in another epoch: the script must start again")
         if found is not None and found.record.order != self._own:
             self._load(found)
