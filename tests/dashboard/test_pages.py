@@ -304,9 +304,14 @@ CHART = """async () => {
   const chart = window.chart = new Chart("loss");
   document.getElementById("main").replaceChildren(chart.slot());
   window.line = (x, y, name = "loss", colour = "#ff0000") => ({ name, x, y, colour });
+  let seen = false;
   window.put = async (lines, marks = [], axis = { label: "step" }) => {
     chart.update(lines, marks, axis);
     await new Promise((done) => setTimeout(done));
+    if (!seen) {  // the browser tells the chart its size once, by the end of the next frame, and it draws again
+      await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+      seen = true;
+    }
     return [chart.plot.scales.x.min, chart.plot.scales.x.max];
   };
   window.upTo = (end) => line([...Array(end + 1).keys()], Array(end + 1).fill(1));
