@@ -1,16 +1,19 @@
 """What the training loop costs under spotrun: run.steps, run.backward, run.ddp and the control block, beside bare DDP.
 
-python -m bench.overhead [--launches 20] [--rounds 200] [--out bench/RESULTS.md]
+python -m bench.overhead [--launches 20] [--rounds 100] [--out bench/RESULTS.md]
 
-Two workers on this machine make steps of four loops, one of each in a round. Three loops have the same model, DDP
-instance, optimizer and dataset: a bare DDP loop; the same again, which shows how exact the numbers are; and one under
-spotrun, with a real control block. If each loop has a model of its own, the place of its memory makes more difference
-than what is measured. In a bare step, nothing of spotrun runs in the training thread. The benchmark checks that.
+Two workers on this machine make steps of four loops. Three loops have the same model, DDP instance, optimizer and
+dataset: a bare DDP loop; the same again, which shows how exact the numbers are; and one under spotrun, with a real
+control block. If each loop has a model of its own, the place of its memory makes more difference than what is measured.
+In a bare step, nothing of spotrun runs in the training thread. The benchmark checks that.
 
-The speed of a busy machine changes within some steps, so steps that are compared follow each other. A loop's code was
-last used some steps ago, and not one step ago as in a real training. But one step already replaces what the small
-caches hold. If it makes a difference, spotrun's code takes longer here. No snapshot is taken: adaptive snapshots have a
-limit of their own, 1 % of the time.
+The model's work takes a hundred times as long as spotrun's code, and how long it takes varies by more than spotrun's
+code takes. So a stopwatch runs only while a step does something else than this work: the loader, DDP's and torch's
+Python code, and all of spotrun's. The difference between two loops is then spotrun's. What the stopwatch cannot show:
+spotrun's code takes room in the caches, so that the model's work may take longer. Whole steps are compared for that.
+
+In a round, each loop makes some steps in a row, of which the last one counts. So its code was last used one step
+before, as in a real training. No snapshot is taken: adaptive snapshots have a limit of their own, 1 % of the time.
 """
 
 from __future__ import annotations
@@ -40,11 +43,13 @@ HIDDEN, BATCH = 620, 64  # a step takes about 5 ms on one core of a server
 STEP = 0.005  # seconds of the step for which the goal is set
 GOAL = 0.01  # of that step
 PATIENCE = 600.0  # seconds
-WARM = 50  # rounds that do not count
+WARM = 20  # rounds that do not count
+IN_A_ROW = 3  # steps of a loop in a round
 KINDS = ("bare", "bare, the same again", "**under spotrun**", "bare, with find_unused_parameters")
 SPOTRUN = 2  # the place of that kind
 
-Times = tuple[float, float]  # of a step: seconds that passed, seconds of the training thread's processor time
+Times = tuple[float, float]  # of a step: seconds outside of the model's work; the training thread's processor time
+OUTSIDE, PROCESSOR = range(2)
 Round = list[Times]  # a step of each kind
 
 
@@ -66,7 +71,7 @@ def main() -> None:
     parser.add_argument(
         "--launches", type=int, default=20, help="of the workers: their memory lies elsewhere each time"
     )
-    parser.add_argument("--rounds", type=int, default=200, help="in a launch: a step of each loop")
+    parser.add_argument("--rounds", type=int, default=100, help="in a launch: some steps of each loop")
     parser.add_argument("--out", type=Path, default=Path("bench/RESULTS.md"))
     args = parser.parse_args()
     text = render([measure(args.rounds, launch) for launch in range(args.launches)])
@@ -87,7 +92,7 @@ def render(launches: list[Launch]) -> str:
     """The section of the results."""
     prepared = statistics.median(each.prepared for each in launches)
     threads = statistics.median(each.threads for each in launches) * STEP
-    step, noise = (_added(launches, kind, 1) for kind in (SPOTRUN, 1))
+    step, noise = (_added(launches, kind, OUTSIDE) for kind in (SPOTRUN, 1))
     added, same = statistics.median(step) + prepared + threads, statistics.median(noise)
     low, high = (each + prepared + threads for each in interval(step))
     held = "held" if high < GOAL * STEP else "not held" if low >= GOAL * STEP else "not decided by these launches"
@@ -97,8 +102,8 @@ def render(launches: list[Launch]) -> str:
             "",
             f"{datetime.now(UTC).date().isoformat()}, {describe_machine()}. {WORKERS} workers with gloo, one thread "
             f"each, are launched {len(launches)} times. A launch has {len(launches[0].rounds)} rounds. In a round, "
-            "each of four loops makes a step, in random order. The first three have the same model, DDP instance, "
-            "optimizer and dataset:",
+            f"each of four loops makes {IN_A_ROW} steps, in random order. The last one of these counts. The first "
+            "three loops have the same model, DDP instance, optimizer and dataset:",
             "",
             "* bare: a bare DDP loop. In its steps, nothing of spotrun runs in the training thread",
             "* bare, the same again: shows how exact the numbers are",
@@ -109,23 +114,28 @@ def render(launches: list[Launch]) -> str:
             "DDP keeps the order of its buckets, and restarts change no bit. This loop has a model of its own, whose "
             "memory lies elsewhere, so its numbers are less exact",
             "",
+            "Outside: the time of a step that is not the work of the model, the loss function, the autograd engine or "
+            "the optimizer. It is the loader's, the Python code of DDP and torch around this work, and spotrun's. "
+            "Processor time: of the whole step, in the training thread. It also shows whether the model's work takes "
+            "longer because spotrun's code takes room in the caches, but it varies much more.",
+            "",
             "How much longer a step of a loop is: for each round, the difference between the loop's step and the mean "
             "of those of both bare loops; then the median of these over the rounds of a launch; then the median over "
-            "the launches. The second bare loop is compared with the first one. The workers wait for each other, and "
-            "other programs disturb them, so the time that passes varies much. The processor time of the training "
-            "thread varies less. "
-            "Forward and backward pass, optimizer and spotrun run in this thread.",
+            "the launches. The second bare loop is compared with the first one.",
             "",
-            f"Goal: spotrun adds less than {GOAL:.0%} to a step of {STEP * 1e3:g} ms. It adds {added * 1e6:.0f} µs of "
-            f"processor time (95 % confidence: {low * 1e6:.0f} to {high * 1e6:.0f} µs), {added / STEP:.2%} of "
-            f"{STEP * 1e3:g} ms: {held}. This is the median step's, in the table, and what that step does not show: "
+            f"Goal: spotrun adds less than {GOAL:.0%} to a step of {STEP * 1e3:g} ms. It adds {added * 1e6:.0f} µs "
+            f"(95 % confidence: {low * 1e6:.0f} to {high * 1e6:.0f} µs), {added / STEP:.2%} of {STEP * 1e3:g} ms: "
+            f"{held}. This is the median step's time outside, in the table, and what that step does not show: "
             f"{prepared * 1e6:.1f} µs for what is prepared for many batches together, and {threads * 1e6:.1f} µs of "
-            f"spotrun's other threads. The same loop again adds {same * 1e6:.0f} µs (95 % confidence: "
-            f"{' to '.join(f'{each * 1e6:.0f}' for each in interval(noise))} µs).",
+            f"spotrun's other threads. The same loop again adds {same * 1e6:.1f} µs (95 % confidence: "
+            f"{' to '.join(f'{each * 1e6:.1f}' for each in interval(noise))} µs).",
             "",
-            "| a step | ms | more than bare, µs | (launches) | processor time, ms | more than bare, µs | (launches) |",
+            "| a step | outside, µs | more than bare | (launches) | processor time, µs | more than bare | (launches) |",
             "|---|---|---|---|---|---|---|",
-            *(f"| {name} | {_cells(launches, at, 0)} | {_cells(launches, at, 1)} |" for at, name in enumerate(KINDS)),
+            *(
+                f"| {name} | {_cells(launches, at, OUTSIDE)} | {_cells(launches, at, PROCESSOR)} |"
+                for at, name in enumerate(KINDS)
+            ),
         ]
     )
 
@@ -146,7 +156,7 @@ def _added(launches: list[Launch], kind: int, clock: int) -> list[float]:
 
     A loop is compared with both bare loops, because their mean varies less than either; the second one with the first.
     """
-    bare = slice(0, 1 if kind == 1 else 2)
+    bare = slice(0, 1 if kind == 1 else SPOTRUN)
 
     def more(steps: Round) -> float:
         return steps[kind][clock] - statistics.mean(each[clock] for each in steps[bare])
@@ -157,9 +167,9 @@ def _added(launches: list[Launch], kind: int, clock: int) -> list[float]:
 def _cells(launches: list[Launch], kind: int, clock: int) -> str:
     middle = statistics.median(each[kind][clock] for launch in launches for each in launch.rounds)
     if kind == 0:
-        return f"{middle * 1e3:.3f} | |"
+        return f"{middle * 1e6:,.0f} | |"
     more = _added(launches, kind, clock)
-    return f"{middle * 1e3:.3f} | {statistics.median(more) * 1e6:.0f} | {min(more) * 1e6:.0f} to {max(more) * 1e6:.0f}"
+    return f"{middle * 1e6:,.0f} | {statistics.median(more) * 1e6:.0f} | {min(more) * 1e6:.0f} to {max(more) * 1e6:.0f}"
 
 
 def _work(rank: int, port: int, folder: str, rounds: int, launch: int, results: Any) -> None:
@@ -193,11 +203,60 @@ def _work(rank: int, port: int, folder: str, rounds: int, launch: int, results: 
     os._exit(0)
 
 
+class _Stopwatch:
+    """Adds up the seconds in which it runs. It is stopped while a step does the model's work."""
+
+    def __init__(self) -> None:
+        self.seconds = self._since = 0.0
+
+    def start(self) -> None:
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        self.seconds += time.perf_counter() - self._since
+
+    def without(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, whose time does not count."""
+
+        def called(*args: Any, **options: Any) -> Any:
+            self.stop()
+            try:
+                return call(*args, **options)
+            finally:
+                self.start()
+
+        return called
+
+
+_WATCH = _Stopwatch()
+
+
 def _network() -> Any:
     from torch import nn
 
+    class Network(nn.Sequential):
+        forward = _WATCH.without(nn.Sequential.forward)
+
     layers = nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10)
-    return nn.Sequential(*layers)
+    return Network(*layers)
+
+
+def _optimizer(parameters: Any) -> Any:
+    import torch
+
+    class Optimizer(torch.optim.AdamW):
+        def _accelerator_graph_capture_health_check(self) -> None:  # torch 2.13 calls it after the hooks of `step`
+            _WATCH.stop()
+
+    return Optimizer(parameters)
+
+
+def _train(loss: Any, backward: Callable[[Any], None], optimizer: Any) -> None:
+    """The rest of a step, once its loss is computed."""
+    backward(loss)
+    optimizer.step()  # stops the stopwatch
+    optimizer.zero_grad()
+    _WATCH.start()
 
 
 def _measure(rank: int, count: int, launch: int) -> Launch:
@@ -209,19 +268,20 @@ def _measure(rank: int, count: int, launch: int) -> Launch:
     from spotrun.train import batches
     from spotrun.train.parallel import _Spare
 
-    samples = (count + 1) * BATCH * WORKERS
+    torch.autograd._engine_run_backward = _WATCH.without(torch.autograd._engine_run_backward)
+    samples = (count * IN_A_ROW + 1) * BATCH * WORKERS
     data = TensorDataset(torch.randn(samples, 64), torch.randint(10, (samples,)))
     # Before `spotrun.init`: a script that makes such a sampler later restarts after a failure, and notes no state.
     loaders = [DataLoader(data, BATCH, sampler=DistributedSampler(data, WORKERS, rank)) for _ in range(3)]
     other = DistributedDataParallel(_Spare(_network()), find_unused_parameters=True)
     run = spotrun.init()
     model = run.ddp(_network())
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = _optimizer(model.parameters())
     loops = [
         _bare(model._ddp, optimizer, loaders[0]),
         _bare(model._ddp, optimizer, loaders[1]),
         _under_spotrun(run, model, optimizer, data),
-        _bare(other, torch.optim.AdamW(other.parameters()), loaders[2]),
+        _bare(other, _optimizer(other.parameters()), loaders[2]),
     ]
     began, busy = time.monotonic(), _seconds_of_threads()
     rounds = list(_rounds(run, optimizer, loops, count, random.Random(launch)))
@@ -238,7 +298,8 @@ def _rounds(run: Any, optimizer: Any, loops: list[Iterator[None]], count: int, d
         found: Round = [(0.0, 0.0)] * len(loops)
         for kind in draw.sample(range(len(loops)), len(loops)):
             run._clock.resume()  # for spotrun, no time has passed while the other loops made their steps
-            found[kind] = _with_hooks(optimizer, kind == SPOTRUN, partial(_time, loops[kind]))
+            for _ in range(IN_A_ROW):
+                found[kind] = _with_hooks(optimizer, kind == SPOTRUN, partial(_time, loops[kind]))
         yield found
 
 
@@ -290,20 +351,20 @@ def _seconds_of_threads() -> float:
 
 
 def _time(loop: Iterator[None]) -> Times:
-    began, busy = time.monotonic(), time.thread_time()
+    busy, _WATCH.seconds = time.thread_time(), 0.0
+    _WATCH.start()
     next(loop)
-    return time.monotonic() - began, time.thread_time() - busy
+    _WATCH.stop()
+    return _WATCH.seconds, time.thread_time() - busy
 
 
 def _bare(ddp: Any, optimizer: Any, loader: Any) -> Iterator[None]:
     """A step each time."""
     import torch
 
-    loss_fn = torch.nn.CrossEntropyLoss()
+    loss_fn = _WATCH.without(torch.nn.CrossEntropyLoss())
     for x, y in loader:
-        loss_fn(ddp(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _train(loss_fn(ddp(x), y), torch.Tensor.backward, optimizer)
         yield
 
 
@@ -314,13 +375,11 @@ def _under_spotrun(run: Any, model: Any, optimizer: Any, data: Any) -> Iterator[
 
     import spotrun
 
-    loss_fn, sampler = torch.nn.CrossEntropyLoss(), spotrun.ElasticSampler(data, seed=0)
+    loss_fn, sampler = _WATCH.without(torch.nn.CrossEntropyLoss()), spotrun.ElasticSampler(data, seed=0)
     run.track(model=model, optimizer=optimizer, sampler=sampler)
     for _ in run.epochs(1):
         for x, y in run.steps(DataLoader(data, BATCH, sampler=sampler)):
-            run.backward(loss_fn(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
+            _train(loss_fn(model(x), y), run.backward, optimizer)
             yield
 
 
