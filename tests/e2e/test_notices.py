@@ -14,6 +14,8 @@ from tests.helpers import once
 
 EPOCHS, SAMPLES, BATCH = 2, 600, 2
 SET_UP = 4.0  # seconds that the script's set-up takes
+LONG = 5.0  # seconds of a step, of which a notice has room for few
+STOP = re.compile(r"all stop after step (\d+)")
 JOB = {"nodes": {"min": 3, "max": 3}, "epochs": EPOCHS, "samples": SAMPLES, "batch": BATCH, "late": SET_UP, "slow": 20}
 
 Status = dict[str, Any]
@@ -109,3 +111,20 @@ def test_no_successor_comes(cluster: Harness, expected: str) -> None:
     cluster.fault("restock", "local-a")
     final = finish(cluster, job, expected)
     assert final["interruptions"][-1]["steps_lost"] == 0
+
+
+def test_steps_become_slow_after_the_stop_was_ordered(cluster: Harness) -> None:
+    """After the ordered step, the notice would be over. So all stop after an earlier one, and nothing is lost."""
+    job = cluster.submit(nodes=2, epochs=2, samples=8000, batch=2, snapshot_interval=1000, slow=20, step=0.02)
+    cluster.until_step(100)
+    cluster.fault("preempt", cluster.members()[1])
+    cluster.until(lambda s: s["job"]["phase"] == "draining", what="the stop is ordered")
+    job.step(LONG)
+    status = cluster.until(lambda s: closed(s), what="the next generation")
+    (interruption,) = status["job"]["interruptions"]
+    assert (interruption["kind"], interruption["steps_lost"]) == ("preempt", 0)
+    ordered = [int(found[1]) for event in status["events"] if (found := STOP.search(event["text"]))]
+    assert len(ordered) > 1, "the steps became slow too late for this test"
+    assert (ordered, ordered[-1]) == (sorted(ordered, reverse=True), interruption["step"])
+    cluster.ctl("stop")
+    cluster.until_ended()

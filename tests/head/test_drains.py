@@ -1,4 +1,7 @@
-"""A drain whose step has come too late for a member: a later step if all have passed it, else the generation ends."""
+"""A drain whose step has come too late for a member: a later step if all have passed it, else the generation ends.
+
+If steps suddenly take much longer, the members stop after an earlier step.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from tests.head.views import NOW, A, B, C, D, failed, job, node, notice, spare, 
 
 GROW, PREEMPT = Cause(kind="grow"), Cause(kind="preempt", node=B)
 STEP, UNTIL = 56, NOW + 27
+REPORTED = NOW - 0.1  # when the head got the newest reports
 KEPT = StateRef(generation=1, step=STEP)
 ALREADY = {"generation": 2, "phase": "starting", "regroup": "able", "workers": ()}
 
@@ -67,7 +71,14 @@ def told(text: str) -> Action:
     return Release(name, kind)
 
 
+def slow(seconds: float) -> JobState:
+    """The same of A and B at step 50, when the step under way has taken so long. Those before took 0.1 s each."""
+    found = draining(A, B)
+    return found.replace(progress=found.progress.replace(seen_at=REPORTED - seconds))
+
+
 LATER = Drain(71, GROW, UNTIL)
+SOONER = Drain(53, GROW, UNTIL)
 CASES: dict[str, tuple[View, tuple[Action, ...]]] = {
     "all members are late: a later step": (view(draining(A, B), late(A), late(B)), (LATER,)),
     "one is late, and nobody knows about the other: wait": (view(draining(A, B), late(A), trains(B)), ()),
@@ -146,6 +157,24 @@ CASES: dict[str, tuple[View, tuple[Action, ...]]] = {
         (Drain(72, GROW, UNTIL),),
     ),
     "all of three are late: a later step": (view(draining(A, B, C), late(A), late(B), late(C)), (LATER,)),
+    "a step takes much longer than those before: an earlier step": (
+        view(slow(1.0), stopping(A, 50), stopping(B, 50)),
+        (SOONER,),
+    ),
+    "the same, and a member has not said whether it will stop": (
+        view(slow(1.0), stopping(A, 50), trains(B, 50)),
+        (SOONER,),
+    ),
+    "a step takes a little longer: wait": (view(slow(0.5), stopping(A, 50), stopping(B, 50)), ()),
+    "a step takes much longer, and few are left: wait": (view(slow(1.0), stopping(A, 50), stopping(B, 51)), ()),
+    "a step takes much longer, but a member does not report: wait": (
+        view(slow(1.0), stopping(A, 50), stopping(B, 50, reported_at=REPORTED - 1)),
+        (),
+    ),
+    "a head of an older version has not noted when it saw the step: wait": (
+        view(draining(A, B), stopping(A, 50), stopping(B, 50)),
+        (),
+    ),
     "the members obey an order of an earlier step: nothing is known about this one": (
         view(draining(A, B), late(A), trains(B, STEP, stops=STEP - 20)),
         (),

@@ -91,6 +91,7 @@ class Progress(Document):
     total_steps: int = 0
     metrics: dict[str, float] = Field(default={})
     stall: float = 0.0  # seconds spent copying snapshots, of the worker that spent most
+    seen_at: float = 0.0  # when the head first saw the newest step, by its own clock; 0: not known
 
 
 class KeptNode(Document):

@@ -350,7 +350,7 @@ def _generation(job: JobState, action: Start) -> Generation:
 
 
 def _drain(job: JobState, action: Drain) -> JobState:
-    """The job in a drain. A later stop step does not change the generation after the drain."""
+    """The job in a drain. Another stop step does not change the generation after the drain."""
     following = job.following
     if job.draining is None:
         following = _generation(job, action.next) if action.next is not None else None

@@ -32,7 +32,7 @@ def observe(job: JobState, view: View) -> JobState:
         # Workers can leave while their agent makes a report, which then says both `running` and `waiting`.
         able = all(node.work.regroup in ("able", "waiting") for node in here)
         job = job if able == job.regroups else job.replace(regroups=able)
-    progress = _progress(job.progress, here, workers)
+    progress = _progress(job.progress, here, workers, view.now)
     if progress == job.progress:
         return job
     phase = "running" if job.phase == "starting" and progress.step > progress.base else job.phase
@@ -174,7 +174,7 @@ def _unpriced(job: JobState, now: float) -> list[Use]:
     return [Use("", pool, now - seconds, now) for pool, seconds in job.unpriced.items()]
 
 
-def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker]) -> Progress:
+def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker], now: float) -> Progress:
     front = max(workers, key=lambda w: (w.step, w.stepped_at))
     base = max([w.base for w in workers])
     # The generation's time begins when its last worker has restored the state.
@@ -193,6 +193,7 @@ def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker])
         total_steps=front.total_steps or before.total_steps,
         metrics=next((w.metrics for w in sorted(workers, key=lambda w: w.rank) if w.metrics), before.metrics),
         stall=max([w.stall for w in workers]),
+        seen_at=now if front.step > before.step else before.seen_at,
     )
 
 

@@ -123,13 +123,14 @@ def _message(trouble: Trouble | None) -> str:
     return trouble.message if trouble else ""
 
 
-def ahead(view: View, here: list[Node], seconds: float) -> int:
+def ahead(view: View, here: list[Node], seconds: float, pace: float = 0.0) -> int:
     """A step that no worker has reached when the order arrives: `seconds` ahead at the present pace, plus a margin.
 
-    The margin is two steps, but at most the steps of one second: with slow steps, two more could outlast a notice. If a
-    worker has passed the step anyway, its agent reports that the order was late.
+    pace: seconds that the next steps take; 0: as many as those before. The margin is two steps, but at most the steps
+    of one second: with slow steps, two more could outlast a notice. If a worker has passed the step anyway, its agent
+    reports that the order was late.
     """
-    pace = max(view.job.progress.pace or 1.0, 1e-4)
+    pace = max(pace or view.job.progress.pace or 1.0, 1e-4)
     newest = max((w.step for n in here for w in n.work.workers), default=view.job.progress.step)
     stepped_at = max((w.stepped_at for n in here for w in n.work.workers), default=view.now)
     # Only steps since the last report are unknown. A long step before the report must not count as many short steps.

@@ -1,4 +1,6 @@
-"""A drain: whether all members can still stop after its step, and what happens if they cannot. Pure.
+"""A drain: whether all members can still stop after its step in time, and what happens if they cannot. Pure.
+
+If steps take much longer than before, the step may come too late. Then the members stop after an earlier one.
 
 An order can come too late for a member: its workers have passed the step, and go on. Then either all members have
 passed the step, and stop after a later one, or another member stops after the ordered step. In this second case nobody
@@ -50,6 +52,23 @@ def later(view: View, reporting: list[Node]) -> tuple[Action, ...]:
         return ()
     step = checkpointing.ahead(view, reporting, 4 * DRAIN_AHEAD)
     return (Drain(step, job.draining.cause, job.draining.deadline),) if step > job.draining.step else ()
+
+
+def sooner(view: View, reporting: list[Node]) -> tuple[Action, ...]:
+    """Choose an earlier step if the step under way has taken so long that the ordered one may come too late.
+
+    The earlier step halves the steps that are left, or more. So a short delay changes nothing.
+    """
+    job = view.job
+    assert job.draining is not None
+    if view.blind() or len(reporting) < len(job.members) or settled(view, reporting) or _late(view, reporting):
+        return ()
+    newest, taken = job.progress.step, min(node.reported_at for node in reporting) - job.progress.seen_at
+    if not job.progress.seen_at or taken <= job.progress.pace:
+        return ()
+    step = checkpointing.ahead(view, reporting, 4 * DRAIN_AHEAD, taken)
+    earlier = 2 * (step - newest) <= job.draining.step - newest
+    return (Drain(step, job.draining.cause, job.draining.deadline),) if earlier else ()
 
 
 def _joined(view: View) -> list[Node]:

@@ -235,7 +235,7 @@ def _restart(view: View, cause: Cause) -> tuple[Action, ...]:
 def _drain_on(view: View, reporting: list[Node], size: int) -> tuple[Action, ...]:
     """Restart when every member has stopped, or at the deadline of the drain, or if not all can stop together.
 
-    If the order came too late for all members, choose a later step.
+    If the order came too late for all members, choose a later step. If the step is too far, choose an earlier one.
     """
     job = view.job
     assert job.draining is not None
@@ -246,7 +246,7 @@ def _drain_on(view: View, reporting: list[Node], size: int) -> tuple[Action, ...
         return _restart(view, job.draining.cause)
     if drains.split(view, reporting):
         return drains.release(view, reporting) or _restart(view, job.draining.cause)
-    return drains.later(view, reporting)
+    return drains.later(view, reporting) or drains.sooner(view, reporting)
 
 
 def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | None) -> tuple[Action, ...]:
