@@ -28,12 +28,20 @@ CALM = 120.0  # seconds without faults until the job must train, at most
 class Interleaving:
     """One run. faults: "notice", "kill", "freeze", "agent" and "head" of machines, agents and heads, "pause" and "stop"
     and "priority" by an operator. Chance chooses one of them each time. jobs: 1 or 2; the second one has a higher
-    priority at first. between: as in `Simulation`.
+    priority at first. between, uneven: as in `Simulation`.
     """
 
-    def __init__(self, seed: int, faults: Sequence[str], root: Path, jobs: int = 1, between: float = 0.0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        faults: Sequence[str],
+        root: Path,
+        jobs: int = 1,
+        between: float = 0.0,
+        uneven: bool = False,
+    ) -> None:
         self.random = Random(seed)
-        self.simulation = Simulation(self.random, between)
+        self.simulation = Simulation(self.random, between, uneven)
         self.jobs: list[SimulatedJob] = []
         self.nodes: dict[str, SimulatedNode] = {}
         self._faults, self._root = faults, root
@@ -130,6 +138,7 @@ class Interleaving:
         await self._submit()
         for job in self.jobs:
             await job.go_on(self._now >= self._calm_from)
+        self.simulation.uneven &= self._now < self._calm_from
         if self._fault_at <= self._now < self._calm_from:
             await self._cause_fault()
 

@@ -21,6 +21,7 @@ STEP = 0.03  # seconds that a worker says a step took
 SLOTS = 2  # snapshots that a machine has in memory
 SNAPSHOT_EVERY = 20  # steps
 EPOCH = 100  # steps
+LONG_STEPS = (0.3, 1.0, 5.0)  # seconds of each of some steps, if steps are uneven
 
 
 class Clock:
@@ -68,10 +69,11 @@ class Simulation:
     """What all jobs share. random: decides all that is left to chance.
 
     between: how probable it is that a worker goes on between two looks of its agent. Agents then also report at once.
+    uneven: whether some steps take much longer than others.
     """
 
-    def __init__(self, random: Random, between: float = 0.0) -> None:
-        self.random, self.between = random, between
+    def __init__(self, random: Random, between: float = 0.0, uneven: bool = False) -> None:
+        self.random, self.between, self.uneven = random, between, uneven
         self.clock = Clock()
         self.able = random.choice([ABLE, ABLE, NEEDS_RELEASE])
         self.trainings: dict[str, Training] = {}  # by job id
@@ -103,6 +105,8 @@ class Training:
         self.losses: list[Loss] = []
         self.late: set[int] = set()  # generations that made steps after a later one had made some
         self._name = name
+        self._long: list[float] = []  # seconds that each of the next steps takes
+        self._busy_until = 0.0  # when the step under way is done at the earliest
 
     def tell(self, text: str) -> None:
         """Add what has happened to the story."""
@@ -140,9 +144,17 @@ class Training:
             self.losses.append(Loss(before, generation, lost, survivors, ignored))
             self.tell(f"generation {generation} restores step {base}: {lost} steps are lost")
 
+    def computes(self) -> bool:
+        """Whether the members still compute the next step, and have not begun its collective."""
+        return self.simulation.uneven and self.clock.now < self._busy_until
+
     def complete_step(self, generation: int) -> None:
         """The collective of the next step has ended."""
         self.steps[generation] += 1
+        if self.simulation.uneven:
+            if not self._long and self.random.random() < 0.01:
+                self._long = [self.random.choice(LONG_STEPS)] * self.random.randint(1, 30)
+            self._busy_until = self.clock.now + (self._long.pop() if self._long else 0.0)
         if any(self.steps[later] > self.bases[later] for later in self.steps if later > generation):
             self.late.add(generation)
 
@@ -246,6 +258,7 @@ class WorkerProcess:
             self._leave(EXIT_PEER)
         elif (
             all(self._is_with(each) and each._is_at(newest) for each in self._peers())
+            and not training.computes()
             and training.random.random() < 0.7
         ):
             training.complete_step(self.generation)
