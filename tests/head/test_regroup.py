@@ -389,6 +389,10 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         ),
         (with_devices(start(B, cause=KILL.replace(node=A)), (1,)),),
     ),
+    "a node has warmed up on other devices than the job has there now: the others go on without it": (
+        view(able(A, B, C), waits(A), lost(B), waits(C), replace(sets_up(D, regroup="waiting"), devices=(0, 1))),
+        (again(A, C, cause=KILL),),
+    ),
     "enough nodes warm up, but not for longer than a start may take": (
         view(
             apply(able(A), EndGeneration(KILL), NOW - 601),
@@ -662,6 +666,13 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
             *(ahead(each, phase="running", workers=GROUPED) for each in (A, B, C)),
         ),
         (replace(again(A, B, C), planned=True),),
+    ),
+    "the same, but another job has got the newcomer meanwhile, so it has ended: the others go on": (
+        view(
+            apply(growing(A, B), EndGeneration(GROW), NOW - 1),
+            *(waits(each, generation=2, workers=GROUPED) for each in (A, B)),
+        ),
+        (again(A, B),),
     ),
     "the head sees only a member that leaves, and that has stopped: the others may train": (
         view(

@@ -27,7 +27,7 @@ def members(view: View, ready: list[Node], cause: Cause | None) -> list[Node] | 
     if not job.regroups or in_doubt(job, cause):
         return None
     early = called_back(view, ready)
-    found = [node for node in ready if node.work.regroup == "waiting"]
+    found = [node for node in ready if node.work.regroup == "waiting" and _fits(node)]
     soon = {node.name for node in (*early, *found)} | {node.name for node in ready if _returns(view, node)}
     last = {(member.node, member.boot) for member in job.last}
     if any((node.name, node.report.boot) in last and node.name not in soon and node.phase != "ready" for node in ready):
@@ -76,16 +76,19 @@ def catch_up(view: View) -> tuple[Action, ...]:
         return ()
     begun = Start(wanted.members, wanted.store, job.draining.cause if job.draining else None, True, planned=True)
     joined = gone_on(view)
-    if any(worker.phases[2] for node in joined for worker in node.work.workers):
-        return (begun,)  # the process group is formed, so all members are there
+    known = {(node.name, node.report.boot): node for node in view.nodes}
+    nodes = [(member, known.get((member.node, member.boot))) for member in wanted.members]
+    formed = any(worker.phases[2] for node in joined for worker in node.work.workers)  # then all members are there
+    # Once the head has ended the drain, nodes can be taken from the job. Then that generation ends by itself.
+    there = all(view.blind() if node is None else node.assigned for _, node in nodes)
+    if formed and (job.draining is not None or there):
+        return (begun,)
     if job.draining is None or view.blind():
         return ()
     names = {member.node for member in wanted.members}
     stay = [node for member, node in zip(job.members, view.members(), strict=True) if member.node in names]
     if not all(node is not None and (node in joined or node.phase == "drained") for node in stay):
         return ()
-    known = {(node.name, node.report.boot): node for node in view.nodes}
-    nodes = [(member, known.get((member.node, member.boot))) for member in wanted.members]
     usable = all(node is not None and _is_usable(view, member, node, node in joined) for member, node in nodes)
     if usable and not job.stopping:
         return (begun,)
@@ -231,7 +234,8 @@ def time_to_join(job: JobState) -> float:
 
 def _warming(view: View, ready: list[Node]) -> list[Node]:
     """The nodes whose workers will soon wait: they warm up, are about to begin that, or return from a generation."""
-    new = (node for node in ready if node.work.regroup in ("no", "able") and node.phase == "ready")
+    begins = (node for node in ready if node.work.regroup in ("no", "able") or not _fits(node))
+    new = (node for node in begins if node.phase == "ready")
     return [*new, *(node for node in ready if _returns(view, node))]
 
 
@@ -257,8 +261,16 @@ def _sets_up(view: View, node: Node) -> bool:
 
     A node that has been ready for longer than `start_timeout` does not count: its warm-up may hang.
     """
-    here = set(node.devices or range(node.report.devices)) == set(node.work.devices)
-    return here and view.now - max(node.since, view.awake_since) <= view.job.spec.start_timeout
+    young = view.now - max(node.since, view.awake_since) <= view.job.spec.start_timeout
+    return young and bool(node.work.devices) and _fits(node)
+
+
+def _fits(node: Node) -> bool:
+    """Whether the node's workers are on the devices that the job has there. Otherwise their agent ends them soon.
+
+    An agent of an older version does not report the devices.
+    """
+    return not node.work.devices or set(node.devices or range(node.report.devices)) == set(node.work.devices)
 
 
 def called_back(view: View, ready: list[Node]) -> list[Node]:
