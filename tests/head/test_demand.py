@@ -21,3 +21,13 @@ def test_a_job_keeps_the_newcomer_that_its_drain_has_named() -> None:
     placement = Placement(use=frozenset({"p"}), needs=(), min=2, max=3)
     (claim,) = question(seen, CLUSTER, {}, before={}, placements={"j": placement}).claims
     assert claim.keeps == {A, B, C}
+
+
+def test_a_machine_that_is_still_checked_has_the_devices_of_its_pool() -> None:
+    """It has replaced a member under the same name. Its agent counts the devices after the checks."""
+    pool = {"name": "p", "zone": "local-a", "max": 3, "devices": 2}
+    cluster = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": [pool]})
+    seen = fleet(view(job(A, B), node(A, devices=2), spare(B, boot="b2", phase="checking", devices=1)))
+    placement = Placement(use=frozenset({"p"}), needs=(), min=2, max=3)
+    hosts = question(seen, cluster, {}, before={}, placements={"j": placement}).hosts
+    assert {host.name: host.devices for host in hosts} == {A: 2, B: 2}
