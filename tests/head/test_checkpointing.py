@@ -19,7 +19,7 @@ from spotrun.head.view import Node, View
 from spotrun.store import Store, checkpoint_key
 from spotrun.wire import JobReport, Manifest, Part, StateRef, Trouble
 from tests.fakes import gcs
-from tests.head.views import NOW, A, B, C, job, node, view
+from tests.head.views import NOW, A, B, C, job, node, spec, view
 from tests.head.world import World
 
 REF = StateRef(generation=1, step=48)
@@ -60,6 +60,20 @@ def acts(given: View) -> tuple[Action, ...]:
 )
 def test_a_checkpoint_that_fails_is_given_up_only_for_something_better(given: View, expected: object) -> None:
     assert acts(given) == expected
+
+
+def test_no_checkpoint_begins_before_a_worker_has_reported_its_step() -> None:
+    """A new head knows only the step that the last head wrote down. It would order the same checkpoint once more."""
+    due = job(A, B, C, spec=spec(checkpoint_interval=5))
+    assert acts(view(due)) == ()
+    assert acts(view(due, *(node(each, workers=()) for each in (A, B, C)))) == ()
+    assert len(acts(view(due, node(A), node(B), node(C)))) == 1
+
+
+def test_a_checkpoint_that_the_bucket_has_already_is_not_awaited() -> None:
+    """No node would put a part of it into the bucket, and no other checkpoint would begin for half an hour."""
+    found = acts(view(running(0, checkpoints=(REF,)), node(A), node(B), node(C)))
+    assert found == (AbortSave("the bucket has this checkpoint, or a newer one"),)
 
 
 def test_a_node_that_fails_steadily_takes_no_part() -> None:

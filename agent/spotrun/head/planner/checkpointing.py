@@ -50,7 +50,8 @@ def checkpoint(view: View, here: list[Node], now: bool = False) -> tuple[Action,
         return _go_on(view, here)
     since = max(job.saved_at, job.started or view.now)
     due = now or view.now - since >= job.spec.checkpoint_interval
-    if not due or not job.has_stepped or view.now - job.given_up_at < AGAIN:
+    seen = any(node.work.workers for node in here)  # otherwise the head knows only an old step
+    if not due or not seen or not job.has_stepped or view.now - job.given_up_at < AGAIN:
         return ()
     step = ahead(view, here, DRAIN_AHEAD)
     if job.progress.total_steps and step >= job.progress.total_steps:
@@ -87,6 +88,8 @@ def _go_on(view: View, here: list[Node]) -> tuple[Action, ...]:
     job = view.job
     assert job.saving is not None
     saving, waited = job.saving, view.now - job.saving.since
+    if (saving.ref.generation, saving.ref.step) <= job.newest:
+        return (AbortSave("the bucket has this checkpoint, or a newer one"),)
     if torn(view, saving.ref):
         step = ahead(view, here, DRAIN_AHEAD)
         why = "something that run.track was given differs between nodes; one node saves all of it"
