@@ -49,6 +49,7 @@ OPTIONS = (
     "step",
     "stretch",
     "lag",
+    "drag",
     "flood",
     "fill",
     "largest",
