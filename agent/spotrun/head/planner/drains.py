@@ -63,7 +63,8 @@ def sooner(view: View, reporting: list[Node]) -> tuple[Action, ...]:
     assert job.draining is not None
     if view.blind() or len(reporting) < len(job.members) or settled(view, reporting) or _late(view, reporting):
         return ()
-    newest, taken = job.progress.step, min(node.reported_at for node in reporting) - job.progress.seen_at
+    reported_at = min([view.now, *(node.reported_at for node in reporting)])
+    newest, taken = job.progress.step, reported_at - job.progress.seen_at
     if not job.progress.seen_at or taken <= job.progress.pace:
         return ()
     step = checkpointing.ahead(view, reporting, 4 * DRAIN_AHEAD, taken)
