@@ -7,10 +7,10 @@ dataset: a bare DDP loop; the same again, which shows how exact the numbers are;
 control block. If each loop has a model of its own, the place of its memory makes more difference than what is measured.
 In a bare step, nothing of spotrun runs in the training thread. The benchmark checks that.
 
-The model's work takes a hundred times as long as spotrun's code, and how long it takes varies by more than spotrun's
-code takes. So a stopwatch runs only while a step does something else than this work: the loader, DDP's and torch's
-Python code, and all of spotrun's. The difference between two loops is then spotrun's. What the stopwatch cannot show:
-spotrun's code takes room in the caches, so that the model's work may take longer. Whole steps are compared for that.
+The model's work takes about 50 times as long as spotrun's code. Its time varies by more than spotrun adds. So a
+stopwatch runs only while a step does something else than this work: the loader, DDP's and torch's Python code, and all
+of spotrun's. The difference between two loops is then spotrun's. What the stopwatch cannot show: spotrun's code takes
+room in the caches, so that the model's work may take longer. Whole steps are compared for that.
 
 In a round, each loop makes some steps in a row, of which the last one counts. So its code was last used one step
 before, as in a real training. No snapshot is taken: adaptive snapshots have a limit of their own, 1 % of the time.
@@ -102,8 +102,8 @@ def render(launches: list[Launch]) -> str:
             "",
             f"{datetime.now(UTC).date().isoformat()}, {describe_machine()}. {WORKERS} workers with gloo, one thread "
             f"each, are launched {len(launches)} times. A launch has {len(launches[0].rounds)} rounds. In a round, "
-            f"each of four loops makes {IN_A_ROW} steps, in random order. The last one of these counts. The first "
-            "three loops have the same model, DDP instance, optimizer and dataset:",
+            f"each of four loops makes {IN_A_ROW} steps, in random order. Only the last of a loop's {IN_A_ROW} steps "
+            "counts. The first three loops have the same model, DDP instance, optimizer and dataset:",
             "",
             "* bare: a bare DDP loop. In its steps, nothing of spotrun runs in the training thread",
             "* bare, the same again: shows how exact the numbers are",
@@ -115,7 +115,7 @@ def render(launches: list[Launch]) -> str:
             "memory lies elsewhere, so its numbers are less exact",
             "",
             "Outside: the time of a step that is not the work of the model, the loss function, the autograd engine or "
-            "the optimizer. It is the loader's, the Python code of DDP and torch around this work, and spotrun's. "
+            "the optimizer. This is the time of the loader, of the Python code of DDP and torch, and of spotrun. "
             "Processor time: of the whole step, in the training thread. It also shows whether the model's work takes "
             "longer because spotrun's code takes room in the caches, but it varies much more.",
             "",
@@ -245,7 +245,7 @@ def _optimizer(parameters: Any) -> Any:
     import torch
 
     class Optimizer(torch.optim.AdamW):
-        def _accelerator_graph_capture_health_check(self) -> None:  # torch 2.13 calls it after the hooks of `step`
+        def _accelerator_graph_capture_health_check(self) -> None:  # torch 2.13 calls it after the pre-hooks
             _WATCH.stop()
 
     return Optimizer(parameters)

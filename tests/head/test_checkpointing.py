@@ -63,7 +63,7 @@ def test_a_checkpoint_that_fails_is_given_up_only_for_something_better(given: Vi
 
 
 def test_no_checkpoint_begins_before_a_worker_has_reported_its_step() -> None:
-    """A new head knows only the step that the last head wrote down. It would order the same checkpoint once more."""
+    """A new head knows only the step that the last head wrote down, and would order the same checkpoint once more."""
     due = job(A, B, C, spec=spec(checkpoint_interval=5))
     assert acts(view(due)) == ()
     assert acts(view(due, *(node(each, workers=()) for each in (A, B, C)))) == ()

@@ -24,7 +24,7 @@ def test_a_job_keeps_the_newcomer_that_its_drain_has_named() -> None:
 
 
 def test_a_machine_that_is_still_checked_has_the_devices_of_its_pool() -> None:
-    """It has replaced a member under the same name. Its agent counts the devices after the checks."""
+    """The machine has replaced a member of the same name. Its agent counts the devices after the checks."""
     pool = {"name": "p", "zone": "local-a", "max": 3, "devices": 2}
     cluster = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": [pool]})
     seen = fleet(view(job(A, B), node(A, devices=2), spare(B, boot="b2", phase="checking", devices=1)))

@@ -72,7 +72,7 @@ def told(text: str) -> Action:
 
 
 def slow(seconds: float) -> JobState:
-    """The same of A and B at step 50, when the step under way has taken so long. Those before took 0.1 s each."""
+    """The job of A and B after step 50. The next step has taken so many seconds; those before took 0.1 s each."""
     found = draining(A, B)
     return found.replace(progress=found.progress.replace(seen_at=REPORTED - seconds))
 
@@ -166,8 +166,11 @@ CASES: dict[str, tuple[View, tuple[Action, ...]]] = {
         (SOONER,),
     ),
     "a step takes a little longer: wait": (view(slow(0.5), stopping(A, 50), stopping(B, 50)), ()),
-    "a step takes much longer, and few are left: wait": (view(slow(1.0), stopping(A, 50), stopping(B, 51)), ()),
-    "a step takes much longer, but a member does not report: wait": (
+    "a step takes much longer, but an earlier step would not halve the steps that are left: wait": (
+        view(slow(1.0), stopping(A, 50), stopping(B, 51)),
+        (),
+    ),
+    "a step takes much longer, but the newest report of a member is older than that: wait": (
         view(slow(1.0), stopping(A, 50), stopping(B, 50, reported_at=REPORTED - 1)),
         (),
     ),

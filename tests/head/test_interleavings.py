@@ -80,10 +80,10 @@ async def test_planned_changes_lose_no_step(run: Run, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [5000, 5009, 5032])
-async def test_steps_that_become_long_during_a_stop_lose_nothing(run: Run, seed: int) -> None:
+async def test_long_steps_lose_nothing_at_a_notice(run: Run, seed: int) -> None:
     """Some steps take much longer than others, up to 5 s.
 
-    About every third such run lost steps before the head replaced a stop step that is too far (November 2026).
+    About every third such run lost steps, until the head learned to replace a stop step that is too far (11/2026).
     """
     found = await run(seed, NOTICES, uneven=True)
     assert found.job.kinds <= {"preempt", "grow"}

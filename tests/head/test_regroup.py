@@ -667,7 +667,7 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         ),
         (replace(again(A, B, C), planned=True),),
     ),
-    "the same, but another job has got the newcomer meanwhile, so it has ended: the others go on": (
+    "the same, but another job has got the newcomer, so that generation has ended: the others go on": (
         view(
             apply(growing(A, B), EndGeneration(GROW), NOW - 1),
             *(waits(each, generation=2, workers=GROUPED) for each in (A, B)),

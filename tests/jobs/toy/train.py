@@ -33,7 +33,7 @@ parser.add_argument("--pause", type=float, default=0.02, help="seconds added to 
 parser.add_argument("--slow", type=int, default=0, help="step from which on each is slow, until OUT/go is there")
 parser.add_argument("--step", type=float, default=0.3, help="seconds of a slow step; OUT/step may say others")
 parser.add_argument("--stretch", type=float, default=0.5, help="part of the job in which slow steps get ever longer")
-parser.add_argument("--drag", type=float, default=0.0, help="seconds of each step while this worker is told to stop")
+parser.add_argument("--drag", type=float, default=0.0, help="seconds added to each step from the order to stop on")
 parser.add_argument("--fail", default="", help="rank@step: raise there, each time")
 parser.add_argument("--hang", default="", help="rank@step: stop there, the first time")
 parser.add_argument("--lag", type=int, default=-1, help="a rank that is slow until OUT/go is there")

@@ -177,7 +177,7 @@ def _hosts(view: FleetView, cluster: ClusterSpec) -> list[Host]:
     for node in view.nodes:
         usable = reports(view, node) and node.report.phase == "ready" and node.cloud not in ENDING_STATES
         if not node.leaving and (usable or node.name in view.members):
-            checks = node.report.phase == "checking"  # a new machine of that name: it does not know its devices yet
+            checks = node.report.phase == "checking"  # the agent counts the devices after the checks
             pool, count = node.report.pool, node.report.devices
             found[node.name] = Host(node.name, pool, max(count, _devices(cluster, pool)) if checks else count)
     listed = {machine.name: machine for machine in view.machines}

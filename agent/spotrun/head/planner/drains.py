@@ -55,15 +55,17 @@ def later(view: View, reporting: list[Node]) -> tuple[Action, ...]:
 
 
 def sooner(view: View, reporting: list[Node]) -> tuple[Action, ...]:
-    """Choose an earlier step if the step under way has taken so long that the ordered one may come too late.
+    """Choose an earlier step if the step under way takes much longer than those before: the ordered one may be too far.
 
-    The earlier step halves the steps that are left, or more. So a short delay changes nothing.
+    The earlier step leaves at most half of the steps that are left now. So a short delay changes nothing.
     """
     job = view.job
     assert job.draining is not None
     if view.blind() or len(reporting) < len(job.members) or settled(view, reporting) or _late(view, reporting):
         return ()
-    reported_at = min([view.now, *(node.reported_at for node in reporting)])
+    reported_at = min(
+        [view.now, *(node.reported_at for node in reporting)]
+    )  # `spotrun.simulate` reports later than now
     newest, taken = job.progress.step, reported_at - job.progress.seen_at
     if not job.progress.seen_at or taken <= job.progress.pace:
         return ()

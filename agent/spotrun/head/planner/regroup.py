@@ -79,7 +79,7 @@ def catch_up(view: View) -> tuple[Action, ...]:
     known = {(node.name, node.report.boot): node for node in view.nodes}
     nodes = [(member, known.get((member.node, member.boot))) for member in wanted.members]
     formed = any(worker.phases[2] for node in joined for worker in node.work.workers)  # then all members are there
-    # Once the head has ended the drain, nodes can be taken from the job. Then that generation ends by itself.
+    # After the drain's end, another job can get a node. Then the generation that the drain has named ends by itself.
     there = all(view.blind() if node is None else node.assigned for _, node in nodes)
     if formed and (job.draining is not None or there):
         return (begun,)
@@ -268,7 +268,7 @@ def _sets_up(view: View, node: Node) -> bool:
 def _fits(node: Node) -> bool:
     """Whether the node's workers are on the devices that the job has there. Otherwise their agent ends them soon.
 
-    An agent of an older version does not report the devices.
+    True for an agent of an older version, which does not report the devices.
     """
     return not node.work.devices or set(node.devices or range(node.report.devices)) == set(node.work.devices)
 
