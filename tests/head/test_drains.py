@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from spotrun.head import status
+from spotrun.head.job_parts import Draining
 from spotrun.head.job_state import Action, Cause, Drain, EndGeneration, JobState, Release, Start, apply
 from spotrun.head.planner.plan import plan
 from spotrun.head.view import Node, View
@@ -78,7 +79,7 @@ def slow(seconds: float) -> JobState:
 
 
 LATER = Drain(71, GROW, UNTIL)
-SOONER = Drain(53, GROW, UNTIL)
+SOONER = Drain(51, GROW, UNTIL)
 CASES: dict[str, tuple[View, tuple[Action, ...]]] = {
     "all members are late: a later step": (view(draining(A, B), late(A), late(B)), (LATER,)),
     "one is late, and nobody knows about the other: wait": (view(draining(A, B), late(A), trains(B)), ()),
@@ -157,21 +158,28 @@ CASES: dict[str, tuple[View, tuple[Action, ...]]] = {
         (Drain(72, GROW, UNTIL),),
     ),
     "all of three are late: a later step": (view(draining(A, B, C), late(A), late(B), late(C)), (LATER,)),
-    "a step takes much longer than those before: an earlier step": (
-        view(slow(1.0), stopping(A, 50), stopping(B, 50)),
+    "six steps may take longer than the drain: an earlier step": (
+        view(slow(2.5), stopping(A, 50), stopping(B, 50)),
         (SOONER,),
     ),
     "the same, and a member has not said whether it will stop": (
-        view(slow(1.0), stopping(A, 50), trains(B, 50)),
+        view(slow(2.5), stopping(A, 50), trains(B, 50)),
         (SOONER,),
     ),
-    "a step takes a little longer: wait": (view(slow(0.5), stopping(A, 50), stopping(B, 50)), ()),
-    "a step takes much longer, but an earlier step would not halve the steps that are left: wait": (
-        view(slow(1.0), stopping(A, 50), stopping(B, 51)),
+    "a step takes ten times as long, but there is time for six of them: wait": (
+        view(slow(1.0), stopping(A, 50), stopping(B, 50)),
         (),
     ),
-    "a step takes much longer, but the newest report of a member is older than that: wait": (
-        view(slow(1.0), stopping(A, 50), stopping(B, 50, reported_at=REPORTED - 1)),
+    "a step takes very long, but there is no step between the next one and the ordered one: wait": (
+        view(slow(25.0).replace(draining=Draining(step=51, cause=GROW, deadline=UNTIL)), trains(A, 50), trains(B, 50)),
+        (),
+    ),
+    "a step takes very long, but the newest report of a member is older than that: wait": (
+        view(slow(2.5), stopping(A, 50), stopping(B, 50, reported_at=REPORTED - 2)),
+        (),
+    ),
+    "an earlier step came too late for both, so both stop after the one that was ordered before: wait": (
+        view(draining(A, B), late(A, stops=STEP + 4), late(B, stops=STEP + 4)),
         (),
     ),
     "a head of an older version has not noted when it saw the step: wait": (

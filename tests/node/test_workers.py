@@ -95,6 +95,28 @@ def test_a_worker_may_leave_while_the_agent_reads_why_another_one_left(
     found.close()
 
 
+@pytest.mark.parametrize(
+    ("steps", "late", "stops", "obeyed"),
+    [((50, 51), None, 53, 53), ((53, 52), 53, 56, 56), ((56, 56), 53, 56, 56)],
+    ids=["in time", "one worker has passed it", "all workers have stopped after the last one"],
+)
+def test_a_lower_stop_step_that_comes_too_late_changes_nothing(
+    steps: tuple[int, int], late: int | None, stops: int, obeyed: int, tmp_path: Path
+) -> None:
+    """Otherwise one node would go on after the last ordered step, and another one would stop there."""
+    found = create(Generation(number=1, members=(), store="h:1"), 0, 2, tmp_path / "control", tmp_path / "logs")
+    found.set_steps(56, None)
+    for worker, step in zip(found.workers, steps, strict=True):
+        worker.control.step = step
+    found.set_steps(53, None)
+    assert (found.late, found.stops) == (late, stops)
+    assert [worker.control.stop_at for worker in found.workers] == [obeyed, obeyed]
+    found.set_steps(None, None)
+    assert (found.late, found.stops) == (None, None)
+    assert [worker.control.stop_at for worker in found.workers] == [NONE, NONE]
+    found.close()
+
+
 def test_new_workers_find_nothing_of_workers_whose_agent_was_killed(tmp_path: Path) -> None:
     """Workers that warm up have the same paths each time."""
     warm_up, folder = Generation.model_construct(number=0, members=(), store=""), tmp_path / "control"

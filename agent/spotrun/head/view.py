@@ -98,6 +98,20 @@ class Node:
         return self.cloud in ("terminated", "gone")
 
     @property
+    def fits(self) -> bool:
+        """Whether its workers are on the devices that the job has there. Otherwise their agent ends them soon.
+
+        True for an agent of an older version, which does not report the devices.
+        """
+        devices = self.devices or range(self.report.devices)
+        return not self.work.devices or set(devices) == set(self.work.devices)
+
+    @property
+    def waits(self) -> bool:
+        """Whether its workers wait for a generation, and their agent will not end them."""
+        return self.work.regroup == "waiting" and self.fits
+
+    @property
     def setup_failure(self) -> bool:
         return self.work.failure is not None and self.work.failure.kind == "setup"
 

@@ -222,10 +222,17 @@ class WorkerGroup:
         self._check_exited()
 
     def set_steps(self, stop_at: int | None, save_at: int | None) -> None:
-        """Tell the workers where to stop and to save. Sets `late` if one has passed that step already, else `stops`."""
+        """Tell the workers where to stop and to save. Sets `late` if one has passed that step already, else `stops`.
+
+        If a stop step lower than the last one comes too late, the workers still stop after the last one.
+        """
         wanted = (NONE if stop_at is None else stop_at, NONE if save_at is None else save_at)
         for name, value, before in zip(("stop_at", "snapshot_at"), wanted, self._steps, strict=True):
             if value == before:
+                continue
+            passed = value != NONE and any(each.control.step >= value for each in self.workers)
+            if name == "stop_at" and passed and self.stops is not None and value < self.stops:
+                self.late = value
                 continue
             with _FENCE:
                 for each in self.workers:

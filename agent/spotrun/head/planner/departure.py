@@ -47,7 +47,7 @@ def decide(view: View) -> Departure | None:
         return None
     members = {member.node for member in view.job.members}
     others = [node for node in eligible(view) if node.name not in members]
-    ready = [node for node in others if not view.job.regroups or node.work.regroup == "waiting"]
+    ready = [node for node in others if not view.job.regroups or node.waits]
     left = sum(not node.leaving and reports(view, node) for node in reporting) + len(ready)
     took = _stop(view)
     last = min(_last_moment(view, node, took) for node in leaving)

@@ -14,6 +14,8 @@ from spotrun.head.planner import checkpointing, patience, regroup
 from spotrun.head.planner.checkpointing import DRAIN_AHEAD
 from spotrun.head.view import Node, View
 
+LONGER = 2.0  # how many times longer than so far the step under way may take
+
 
 def settled(view: View, reporting: list[Node]) -> list[Node]:
     """The members that have stopped, or ended, or have already joined the generation after the drain."""
@@ -45,6 +47,8 @@ def later(view: View, reporting: list[Node]) -> tuple[Action, ...]:
     job = view.job
     assert job.draining is not None
     late = _late(view, reporting)
+    if any(node.work.stops is not None and node.work.stops > job.draining.step for node in reporting):
+        return ()  # an earlier step came too late for this member, so it stops after the one that was ordered before
     newest = max((worker.step for node in reporting for worker in node.work.workers), default=-1)
     # No worker completes the step after this one if another worker has stopped before it.
     passed = len(late) == len(job.members) or newest > job.draining.step
@@ -55,9 +59,9 @@ def later(view: View, reporting: list[Node]) -> tuple[Action, ...]:
 
 
 def sooner(view: View, reporting: list[Node]) -> tuple[Action, ...]:
-    """Choose an earlier step if the step under way takes much longer than those before: the ordered one may be too far.
+    """Choose an earlier step if the ordered one may come after the deadline: the step under way takes very long.
 
-    The earlier step leaves at most half of the steps that are left now. So a short delay changes nothing.
+    The earlier step leaves at most half of the steps that are left now. A short delay changes nothing.
     """
     job = view.job
     assert job.draining is not None
@@ -67,11 +71,11 @@ def sooner(view: View, reporting: list[Node]) -> tuple[Action, ...]:
         [view.now, *(node.reported_at for node in reporting)]
     )  # `spotrun.simulate` reports later than now
     newest, taken = job.progress.step, reported_at - job.progress.seen_at
-    if not job.progress.seen_at or taken <= job.progress.pace:
+    left = job.draining.step - newest
+    if not job.progress.seen_at or LONGER * taken * left <= job.draining.deadline - view.now:
         return ()
     step = checkpointing.ahead(view, reporting, 4 * DRAIN_AHEAD, taken)
-    earlier = 2 * (step - newest) <= job.draining.step - newest
-    return (Drain(step, job.draining.cause, job.draining.deadline),) if earlier else ()
+    return (Drain(step, job.draining.cause, job.draining.deadline),) if 2 * (step - newest) <= left else ()
 
 
 def _joined(view: View) -> list[Node]:

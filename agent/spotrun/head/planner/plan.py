@@ -304,7 +304,7 @@ def _worth_growing(view: View) -> bool:
     names = {member.node for member in job.members}
     newcomers = [node for node in eligible(view) if node.name not in names]
     # With workers that can regroup, a newcomer first warms up: the others pause for the transfer of the state only.
-    return any(not job.regroups or node.work.regroup == "waiting" for node in newcomers)
+    return any(not job.regroups or node.waits for node in newcomers)
 
 
 def _hang(view: View, reporting: list[Node]) -> tuple[Action, ...]:

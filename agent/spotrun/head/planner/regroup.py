@@ -27,7 +27,7 @@ def members(view: View, ready: list[Node], cause: Cause | None) -> list[Node] | 
     if not job.regroups or in_doubt(job, cause):
         return None
     early = called_back(view, ready)
-    found = [node for node in ready if node.work.regroup == "waiting" and _fits(node)]
+    found = [node for node in ready if node.waits]
     soon = {node.name for node in (*early, *found)} | {node.name for node in ready if _returns(view, node)}
     last = {(member.node, member.boot) for member in job.last}
     if any((node.name, node.report.boot) in last and node.name not in soon and node.phase != "ready" for node in ready):
@@ -59,7 +59,7 @@ def following(view: View, cause: Cause) -> Start | None:
     if not here or len(found) < len(job.members) or not all(able) or any((n.name, n.devices) not in same for n in here):
         return None
     names = {member.node for member in job.members}
-    warm = [n for n in eligible(view) if n.name not in names and n.work.regroup == "waiting"]
+    warm = [node for node in eligible(view) if node.name not in names and node.waits]
     chosen = [*here, *sorted(warm, key=lambda node: node.name)][: job.spec.nodes.max]
     enough = len(chosen) >= job.spec.nodes.min and chosen[0].work.store
     return start(chosen, cause, regroup=True) if enough else None
@@ -80,7 +80,7 @@ def catch_up(view: View) -> tuple[Action, ...]:
     nodes = [(member, known.get((member.node, member.boot))) for member in wanted.members]
     formed = any(worker.phases[2] for node in joined for worker in node.work.workers)  # then all members are there
     # After the drain's end, another job can get a node. Then the generation that the drain has named ends by itself.
-    there = all(view.blind() if node is None else node.assigned for _, node in nodes)
+    there = view.blind() or all(node is not None and node.assigned for _, node in nodes)
     if formed and (job.draining is not None or there):
         return (begun,)
     if job.draining is None or view.blind():
@@ -111,7 +111,7 @@ def _is_usable(view: View, member: Member, node: Node, joined: bool) -> bool:
     joined: whether it is in that generation already.
     """
     here = node.assigned and node.cloud not in ENDING_STATES and reports(view, node)
-    waits = node.work.regroup == "waiting" and node.devices == member.devices
+    waits = node.waits and node.devices == member.devices
     return here and (waits or (joined and node.work.regroup in ("able", "waiting")))
 
 
@@ -234,7 +234,7 @@ def time_to_join(job: JobState) -> float:
 
 def _warming(view: View, ready: list[Node]) -> list[Node]:
     """The nodes whose workers will soon wait: they warm up, are about to begin that, or return from a generation."""
-    begins = (node for node in ready if node.work.regroup in ("no", "able") or not _fits(node))
+    begins = (node for node in ready if node.work.regroup in ("no", "able") or not node.fits)
     new = (node for node in begins if node.phase == "ready")
     return [*new, *(node for node in ready if _returns(view, node))]
 
@@ -262,15 +262,7 @@ def _sets_up(view: View, node: Node) -> bool:
     A node that has been ready for longer than `start_timeout` does not count: its warm-up may hang.
     """
     young = view.now - max(node.since, view.awake_since) <= view.job.spec.start_timeout
-    return young and bool(node.work.devices) and _fits(node)
-
-
-def _fits(node: Node) -> bool:
-    """Whether the node's workers are on the devices that the job has there. Otherwise their agent ends them soon.
-
-    True for an agent of an older version, which does not report the devices.
-    """
-    return not node.work.devices or set(node.devices or range(node.report.devices)) == set(node.work.devices)
+    return young and bool(node.work.devices) and node.fits
 
 
 def called_back(view: View, ready: list[Node]) -> list[Node]:
