@@ -48,7 +48,7 @@ def later(view: View, reporting: list[Node]) -> tuple[Action, ...]:
     assert job.draining is not None
     late = _late(view, reporting)
     if any(node.work.stops is not None and node.work.stops > job.draining.step for node in reporting):
-        return ()  # an earlier step came too late for this member, so it stops after the one that was ordered before
+        return ()  # the order of an earlier step came too late: this member stops after the step ordered before
     newest = max((worker.step for node in reporting for worker in node.work.workers), default=-1)
     # No worker completes the step after this one if another worker has stopped before it.
     passed = len(late) == len(job.members) or newest > job.draining.step
@@ -67,9 +67,8 @@ def sooner(view: View, reporting: list[Node]) -> tuple[Action, ...]:
     assert job.draining is not None
     if view.blind() or len(reporting) < len(job.members) or settled(view, reporting) or _late(view, reporting):
         return ()
-    reported_at = min(
-        [view.now, *(node.reported_at for node in reporting)]
-    )  # `spotrun.simulate` reports later than now
+    # The nodes of `spotrun.simulate` have reports that are later than now.
+    reported_at = min(view.now, *(node.reported_at for node in reporting))
     newest, taken = job.progress.step, reported_at - job.progress.seen_at
     left = job.draining.step - newest
     if not job.progress.seen_at or LONGER * taken * left <= job.draining.deadline - view.now:
