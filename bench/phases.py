@@ -112,7 +112,7 @@ def joining(events: Iterable[Event], began: float, after: float) -> Phases | Non
     pause = 0.0
     for pid in others:
         own = [event.time for event in steps if event.pid == pid]
-        pause = max(pause, *(b - a for a, b in pairwise(own) if b > began))
+        pause = max([pause, *(b - a for a, b in pairwise(own) if b > began)])
     nothing = dict.fromkeys(PARTS, 0.0)
     return Phases(**nothing, total=first - began, pause=pause, steps_lost=0)
 
