@@ -34,10 +34,14 @@ def boot_disk(machine: str) -> str:
     return "pd-balanced" if google_has_persistent_disk(machine) else "hyperdisk-balanced"
 
 
-def placement(pool: PoolSpec) -> Placement:
-    """The kind of policy that places a pool's machines close to each other. Raises `SpotrunError` if none does."""
-    found = google_placement(pool.machine)
-    if found is None:
+def placement(pool: PoolSpec) -> Placement | None:
+    """The kind of policy that places a pool's machines close to each other. Raises `SpotrunError` if none does.
+
+    None: Google takes no policy for this pool of market flex. It places the machines of one request together if it can.
+    """
+    flex = pool.market == "flex"
+    found = google_placement(pool.machine, flex)
+    if found is None and not flex:
         raise SpotrunError(
             f"pool {pool.name}: Google places no {pool.machine} close to others; choose another machine type, or"
             " remove network.placement from the cluster file"

@@ -453,6 +453,9 @@ def test_placement_is_on_machines_or_on_large_ones_group(cluster: Cluster, near:
     assert "resource_policies" not in template(near, "h200")
     assert template(near, "cpu")["resource_policies"] == [policy % "cpu"]
     assert template(near, "cpu")["scheduling"]["on_host_maintenance"] == "TERMINATE"  # placed ones cannot be moved
+    assert "flex-placement" not in policies  # Google does not combine such a policy with resize requests
+    assert "resource_policies" not in template(near, "flex")
+    assert "resource_policies" not in group(near, "flex")
 
 
 def test_pools_can_be_planned_before_base_exists(cluster: Cluster) -> None:

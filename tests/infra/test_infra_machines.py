@@ -38,6 +38,22 @@ def test_machine_types(machine: str, gpus: bool, disk: str, kind: str) -> None:
     assert (options.has_gpus(found), options.boot_disk(machine), options.placement(found)) == (gpus, disk, kind)
 
 
+@pytest.mark.parametrize(
+    ("machine", "kind"),
+    [
+        ("g2-standard-8", None),
+        ("a2-highgpu-8g", None),
+        ("a3-highgpu-8g", None),
+        ("a3-megagpu-8g", None),
+        ("a3-ultragpu-8g", "workload"),
+        ("a4-highgpu-8g", "workload"),
+        ("n1-standard-8", None),
+    ],
+)
+def test_flex_machines_have_no_policy_that_google_refuses_with_resize_requests(machine: str, kind: str | None) -> None:
+    assert options.placement(pool(machine, market="flex")) == kind
+
+
 @pytest.mark.parametrize("machine", ["n1-standard-8", "e2-standard-8"])
 def test_machines_that_cannot_be_placed_are_refused(machine: str) -> None:
     with pytest.raises(SpotrunError, match=f"pool x: Google places no {machine} close to others"):

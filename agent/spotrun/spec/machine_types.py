@@ -130,6 +130,10 @@ _HYPERDISK = re.compile(r"(a3-ultragpu|a4|a4x|c4|c4a|c4d|g4|h4d|m4|n4|n4a|n4d|x4
 # Types that need a workload policy; A4X also needs a topology.
 # https://cloud.google.com/compute/docs/instance-groups/about-workload-policies
 _WORKLOAD = re.compile(r"(a3-(high|mega|ultra)gpu-8g|a4-.*|h4d-.*)")
+# Those of them that can have one in market flex. Flex machines cannot have any other policy: Google does not combine
+# placement policies with resize requests. https://cloud.google.com/ai-hypercomputer/docs/create/create-mig-with-g2 and
+# https://cloud.google.com/ai-hypercomputer/docs/placement-policy-and-workload-policy
+_FLEX_WORKLOAD = re.compile(r"(a3-ultragpu-8g|a4-.*)")
 # Types that no policy can place close to each other: they are in none of the lists of
 # https://cloud.google.com/compute/docs/instances/placement-policies-overview.
 _GOOGLE_APART = re.compile(r"(e2|f1|g1|n1|t2a|t2d)-")
@@ -204,11 +208,13 @@ def google_has_persistent_disk(machine: str) -> bool:
     return _HYPERDISK.match(machine) is None
 
 
-def google_placement(machine: str) -> Placement | None:
-    """The kind of policy that places such machines close to each other; None if Google does not do that.
+def google_placement(machine: str, flex: bool = False) -> Placement | None:
+    """The kind of policy that places such machines close to each other; None if Google takes none for them.
 
-    compact: a policy on each machine. workload: a policy on their group.
+    compact: a policy on each machine. workload: a policy on their group. flex: the machines come by resize requests.
     """
+    if flex:
+        return "workload" if _FLEX_WORKLOAD.fullmatch(machine) else None
     if _GOOGLE_APART.match(machine):
         return None
     return "workload" if _WORKLOAD.fullmatch(machine) else "compact"
