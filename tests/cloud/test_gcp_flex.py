@@ -13,7 +13,7 @@ from spotrun.cloud.gcp.flex import Request, plan_change
 from spotrun.errors import CloudError, QuotaError
 from spotrun.spec import ClusterSpec
 from tests.fakes.gce import FakeGce
-from tests.fakes.on_gcp import A, running
+from tests.fakes.on_gcp import A, project, running
 from tests.helpers import await_for
 
 pytestmark = pytest.mark.clouds
@@ -198,3 +198,21 @@ def test_problems(case: str) -> None:
     assert text in problem.message
     later = [Problem(problem.pool, problem.kind, problem.message, at - 5)]
     assert flex.diagnose(CLUSTER.pools[0], known, later) == later, "the time when it was first seen stays"
+
+
+@pytest.mark.parametrize("market", ["spot", "on-demand", "flex"])
+async def test_the_end_of_a_machines_time_makes_its_pool_smaller(market: str) -> None:
+    """Google's groups make no successor: the head asks for it."""
+    pool = {"name": "brief", "zone": A, "machine": "a3-highgpu-8g", "max": 2, "market": market, "max_run_duration": 1}
+    cluster = ClusterSpec.model_validate({**CLUSTER.model_dump(exclude_defaults=True), "pools": [pool]})
+    with project(cluster) as gce:
+        cloud = GcpCloud(cluster)
+        await cloud.resize("brief", 1)
+        [first] = await running(cloud, "brief", 1)
+        assert first.ends == pytest.approx(first.created + 1)
+        await await_for(lambda: gce.size("demo--brief") == 0, what="the end of its time")
+        assert await cloud.sizes() == {"brief": 0}
+        await cloud.resize("brief", 1)
+        [second] = await running(cloud, "brief", 1)
+        assert second.id != first.id
+        await cloud.close()

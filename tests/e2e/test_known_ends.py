@@ -53,3 +53,23 @@ def ended(flex: Harness) -> list[tuple[str, float]]:
         elif said["what"] == "ended":
             found.append((said["machine"], said["at"] - made[said["id"]]))
     return found
+
+
+@pytest.fixture
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    """The job needs all machines that its pool may have."""
+    pool = {"name": "full", "zone": "local-a", "max": 2, "max_run_duration": 40.0}
+    with running(tmp_path_factory.mktemp("full"), {**SPEC, "name": "full", "pools": [pool]}) as harness:
+        yield harness
+
+
+def test_the_head_asks_for_successors_of_machines_that_stayed_until_their_end(full: Harness) -> None:
+    """As with Google's groups: their pool becomes smaller at their end."""
+    job = full.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2400, batch=4, grow_interval=1, slow=20)
+    full.until(lambda s: len(s["job"]["members"]) == 2 and s["job"]["phase"] == "running", what="two nodes train")
+    full.until(lambda s: len(ended(full)) >= 2, what="the end of the first machines")
+    job.go()
+    final = full.until_ended()
+    assert final["phase"] == "succeeded", final
+    assert sample_ids(job.out, 2) == {epoch: list(range(2400)) for epoch in range(2)}
+    assert all(each["steps_lost"] == 0 for each in final["interruptions"]), final["interruptions"]

@@ -397,11 +397,11 @@ def _value(kind: Any, text: str) -> Any:
 
 
 def _scheduling(pool: PoolSpec) -> dict[str, Any]:
-    if pool.market != "flex":
-        return {"provisioning_model": "SPOT" if pool.market == "spot" else "STANDARD"}
-    seconds = round(pool.max_run_duration or 0)
-    end = {"instance_termination_action": "DELETE", "max_run_duration": {"seconds": seconds}}
-    return {"provisioning_model": "FLEX_START", **end}
+    model = {"spot": "SPOT", "flex": "FLEX_START", "on-demand": "STANDARD"}[pool.market]
+    if not pool.max_run_duration:
+        return {"provisioning_model": model}
+    end = {"instance_termination_action": "DELETE", "max_run_duration": {"seconds": round(pool.max_run_duration)}}
+    return {"provisioning_model": model, **end}
 
 
 def _items(values: Mapping[str, str]) -> compute_v1.Metadata:

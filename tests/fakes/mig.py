@@ -1,9 +1,10 @@
 """Managed instance groups for tests, with Google's semantics; `tests.fakes.gce` puts them behind Compute Engine's API.
 
 A group keeps as many machines as its target size says, under names with a random end of four characters. A machine that
-is taken comes back under its name and with another id. One that cannot be made is tried again, with the error in the
-group's record. A group of flex machines makes none again. When a group shrinks by its size, the machines that run go
-first: Google's order is arbitrary.
+is taken comes back under its name and with another id. One whose `maxRunDuration` is over does not come back: its group
+becomes smaller (https://cloud.google.com/compute/docs/release-notes, 29 April 2024). One that cannot be made is tried
+again, with the error in the group's record. A group of flex machines makes none again. When a group shrinks by its
+size, the machines that run go first: Google's order is arbitrary.
 """
 
 from __future__ import annotations
@@ -270,7 +271,8 @@ class Group:
         if not await _until(vm.taken, self.times.boot):
             vm.resource.status, member.action = "RUNNING", "NONE"
             self._tell(Event("running", vm.seen()))
-            await vm.taken.wait()
+            if not await _until(vm.taken, vm.resource.scheduling.max_run_duration.seconds or None):
+                self.delete([member.name])
         vm.resource.status = "STOPPING"
         if vm.notice is not None:
             vm.due = time.time() + vm.notice
@@ -308,8 +310,8 @@ def stamp(now: float) -> str:
     return datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds")
 
 
-async def _until(event: asyncio.Event, seconds: float) -> bool:
-    """Whether the event came within so long."""
+async def _until(event: asyncio.Event, seconds: float | None) -> bool:
+    """Whether the event came within so long; None: wait for it."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -203,7 +203,7 @@ class LocalPools:
         self.ledger.set_prices(now_market.prices)
         limits = (now_market.capacity, now_market.dry, self._queued, self.config.queue_delay)
         plan = reconcile.plan(reconcile.View(now, pools, self._wanted, members, *limits))
-        self._queued = dict(plan.queued)
+        self._queued, self._wanted = dict(plan.queued), dict(plan.wanted)
         for name in plan.forget:
             del self.machines[name]
             self._broken.pop(name, None)

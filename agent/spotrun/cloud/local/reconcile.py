@@ -43,6 +43,8 @@ class View:
 class Plan:
     """What to do now."""
 
+    wanted: Mapping[str, frozenset[int]]
+    """The numbers of each pool's machines from now on: a pool becomes smaller by each machine whose time is over."""
     create: tuple[tuple[str, int], ...] = ()  # pool and number of each machine to create
     destroy: tuple[str, ...] = ()  # machines to end
     take: tuple[str, ...] = ()  # machines to preempt: there are more than the zone or pool may have
@@ -57,7 +59,11 @@ def machine_name(pool: str, index: int) -> str:
 
 
 def plan(view: View) -> Plan:
-    """Create missing machines that the zones can give; destroy machines that are not wanted or whose time is over."""
+    """Create missing machines that the zones can give; destroy machines that are not wanted or whose time is over.
+
+    As Google does, a pool makes no successor for a machine whose time is over:
+    https://cloud.google.com/compute/docs/release-notes, 29 April 2024.
+    """
     destroy, forget, dues = [], [], []
     for name, machine in view.machines.items():
         wanted = machine.index in view.wanted.get(machine.pool, frozenset())
@@ -92,7 +98,9 @@ def plan(view: View) -> Plan:
         elif name in queued:
             del queued[name]
     take = _surplus(view, frozenset(destroy))
-    return Plan(tuple(create), tuple(destroy), take, tuple(forget), short, queued, min(dues, default=math.inf))
+    over = {(each.pool, each.index) for each in map(view.machines.__getitem__, destroy) if each.ends <= view.now}
+    wants = {name: frozenset(i for i in numbers if (name, i) not in over) for name, numbers in view.wanted.items()}
+    return Plan(wants, tuple(create), tuple(destroy), take, tuple(forget), short, queued, min(dues, default=math.inf))
 
 
 def resized(wanted: frozenset[int], size: int) -> frozenset[int]:
