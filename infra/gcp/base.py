@@ -150,6 +150,11 @@ class Base(GcpStack):
             nat_ip_allocate_option="AUTO_ONLY",
             source_subnetwork_ip_ranges_to_nat="LIST_OF_SUBNETWORKS",
             subnetwork=[{"name": subnet.id, "source_ip_ranges_to_nat": ["ALL_IP_RANGES"]}],
+            # Without this, a machine has 64 ports: Google drops what goes over more connections to one address. Readers
+            # of data on a machine with 8 GPUs may need more. https://cloud.google.com/nat/docs/ports-and-addresses
+            enable_dynamic_port_allocation=True,
+            enable_endpoint_independent_mapping=False,  # Google does not combine this with dynamic ports
+            min_ports_per_vm=64,
             log_config={"enable": True, "filter": "ERRORS_ONLY"},
         )
         return network

@@ -110,6 +110,8 @@ def test_nat_is_for_the_subnet_and_can_be_left_out(cluster: Cluster, near: Clust
         {"name": "${google_compute_subnetwork.subnet.id}", "source_ip_ranges_to_nat": ["ALL_IP_RANGES"]}
     ]
     assert nat["nat_ip_allocate_option"] == "AUTO_ONLY"
+    ports = ("enable_dynamic_port_allocation", "enable_endpoint_independent_mapping", "min_ports_per_vm")
+    assert [nat[key] for key in ports] == [True, False, 64]  # a machine gets more ports when it needs them
     assert near.base.all("google_compute_router_nat") == near.base.all("google_compute_router") == {}
 
 
