@@ -63,6 +63,17 @@ def test_a_session_without_a_document_is_refused() -> None:
     assert not allows("train", start, INSTANCE, **HEAD | {"ssm:resourceTag/spotrun-role": "node"})
 
 
+def test_a_person_opens_the_channel_of_their_own_sessions_alone() -> None:
+    """The session's program on the operator's computer opens it, and Systems Manager asks IAM whether it may.
+
+    https://docs.aws.amazon.com/systems-manager/latest/userguide/getting-started-restrict-access-quickstart.html
+    """
+    session = f"arn:aws:ssm:{REGION}:{ACCOUNT}:session/{{}}-0a1b2c3d"
+    for action in ("ssmmessages:OpenDataChannel", "ssm:ResumeSession", "ssm:TerminateSession"):
+        assert allows("train", action, session.format("${aws:userid}"))
+        assert not allows("train", action, session.format("AIDAOTHER"))
+
+
 def test_roles_are_made_within_the_boundary_alone() -> None:
     bounded, other = {"iam:PermissionsBoundary": BOUNDARY}, {"iam:PermissionsBoundary": BOUNDARY + "-not"}
     for action in ("CreateRole", "PutRolePolicy", "PutRolePermissionsBoundary"):
