@@ -114,6 +114,16 @@ def test_endpoints_with_private_names_can_be_made() -> None:
     assert not allows("up", "route53:ChangeResourceRecordSets", zone)
 
 
+def test_what_the_guide_advises_in_trouble_is_allowed() -> None:
+    trouble = (ROOT / "docs/aws.md").read_text().partition("## 11. Trouble")[2]
+    found = re.findall(r"`aws (ec2|autoscaling) ([a-z-]+) ", trouble)
+    assert ("ec2", "get-console-output") in found
+    group = f"arn:aws:autoscaling:{REGION}:{ACCOUNT}:autoScalingGroup:x:autoScalingGroupName/g5--head"
+    for service, command in found:
+        action = f"{service}:{command.title().replace('-', '')}"
+        assert allows("up", action, INSTANCE if service == "ec2" else group), action
+
+
 def test_the_plans_role_may_read_what_terraform_refreshes() -> None:
     """What the AWS provider asks about resources aws_s3_bucket, aws_s3_bucket_* and aws_s3_object.
 
