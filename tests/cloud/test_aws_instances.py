@@ -107,6 +107,8 @@ CAUSES = {
     "We currently do not have sufficient p4d.24xlarge capacity in the Availability Zone you requested (us-east-1a). "
     "Our system will be working on provisioning additional capacity. You can currently get p4d.24xlarge capacity by "
     "not specifying an Availability Zone in your request. Launching EC2 instance failed.": "stockout",
+    # https://github.com/aws/aws-parallelcluster/issues/618
+    "Insufficient capacity. Launching EC2 instance failed.": "stockout",
     "Could not launch Spot Instances. MaxSpotInstanceCountExceeded - Max spot instance count exceeded. Launching EC2 "
     "instance failed.": "quota",
     "Could not launch On-Demand Instances. VcpuLimitExceeded - You have requested more vCPU capacity than your current "

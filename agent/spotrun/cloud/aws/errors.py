@@ -43,7 +43,7 @@ _DENIED = {"AccessDenied", "AccessDeniedException", "UnauthorizedOperation"}
 
 # Auto Scaling's words where it does not give a code.
 _WORDS: tuple[tuple[Literal["stockout", "quota"], str], ...] = (
-    ("stockout", r"no Spot capacity|not? (currently )?have sufficient .{1,40} capacity|not have enough capacity"),
+    ("stockout", r"(no Spot|insufficient|not have enough) capacity|not? (currently )?have sufficient .{1,40} capacity"),
     ("quota", r"vCPU limit|spot instance count exceeded|instance\(s\) are already running|quota allows for \d+ more"),
 )
 _SIGN_IN = "sign in again (`aws sso login`, `aws configure`, or in your own way)"
