@@ -5,7 +5,8 @@
     the default key of disks    moto knows how to change it, but not how to tell it
     spot interruptions          FIS's aws:ec2:send-spot-instance-interruptions does nothing in moto
     scaling groups              their machines are spot if the policy says so, are in the placement group, and failed
-                                launches (see `motoserver.Moto.ration`) show in DescribeScalingActivities
+                                launches (see `motoserver.Moto.ration`) show in DescribeScalingActivities; an update
+                                changes the placement group, and keeps the policy
     EC2's quotas                moto has only those of VPCs
     machine images              know their architecture; a volume without a size is as large as its image
     security groups' rules      keep their descriptions, whatever it is that they let in
@@ -188,6 +189,8 @@ class Launches:
 
     launch = FakeAutoScalingGroup.replace_autoscaling_group_instances
 
+    update = AutoScalingResponse.update_auto_scaling_group
+
     @staticmethod
     def replace(group: Any, wanted: int, tags: dict[str, str]) -> None:
         """As many machines as the zone has, and a note of those it has not."""
@@ -206,6 +209,18 @@ class Launches:
         if count < wanted:
             why = RATIONS[zone][1]
             _note(group, f"Launching a new EC2 instance.  Status Reason: {why}", "Failed", why)
+
+    def update_auto_scaling_group(self: Any) -> Any:
+        """What a request leaves out stays: moto would forget the policy. It also leaves the placement group as it is.
+
+        An empty name takes the group out of its placement group.
+        """
+        group = self.autoscaling_backend.autoscaling_groups[self._get_param("AutoScalingGroupName")]
+        policy, placement = group.mixed_instances_policy, self._get_param("PlacementGroup")
+        answer = Launches.update(self)
+        group.mixed_instances_policy = group.mixed_instances_policy or policy
+        group.placement_group = group.placement_group if placement is None else placement or None
+        return answer
 
     def describe_scaling_activities(self: Any) -> ActionResult:
         """Newest first, as AWS has them; with paging."""
@@ -346,7 +361,11 @@ def extend() -> None:
     _set(SecurityGroupRule, __init__=Rules.__init__, description=property(lambda rule: rule.said))
     _set(FakeBucket, get_permission=get_permission)
     _set(FakeAutoScalingGroup, replace_autoscaling_group_instances=Launches.replace)
-    _set(AutoScalingResponse, describe_scaling_activities=Launches.describe_scaling_activities)
+    _set(
+        AutoScalingResponse,
+        describe_scaling_activities=Launches.describe_scaling_activities,
+        update_auto_scaling_group=Launches.update_auto_scaling_group,
+    )
     _set(FISBackend, start_experiment=Interruptions.start_experiment)
     _set(ServiceQuotasBackend, get_service_quota=Quotas.get_service_quota)
     _set(ServiceQuotasResponse, list_service_quotas=Quotas.list_service_quotas)

@@ -65,6 +65,18 @@ def test_placement_groups(aws: Moto) -> None:
         ec2.delete_placement_group(GroupName="used")
 
 
+def test_an_update_changes_what_it_names_alone_and_an_empty_name_ends_placement(aws: Moto) -> None:
+    """https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_UpdateAutoScalingGroup.html"""
+    autoscaling = aws.client("autoscaling")
+    group(aws, "moved", "us-east-1b", 0)
+    found = autoscaling.describe_auto_scaling_groups(AutoScalingGroupNames=["moved"])["AutoScalingGroups"]
+    policy = found[0]["MixedInstancesPolicy"]
+    for change, placement in (({"PlacementGroup": "a"}, "a"), ({"MaxSize": 8}, "a"), ({"PlacementGroup": ""}, None)):
+        autoscaling.update_auto_scaling_group(AutoScalingGroupName="moved", **change)
+        (shown,) = autoscaling.describe_auto_scaling_groups(AutoScalingGroupNames=["moved"])["AutoScalingGroups"]
+        assert (shown.get("PlacementGroup"), shown["MixedInstancesPolicy"]) == (placement, policy)
+
+
 def test_a_group_gets_what_the_zone_has_and_says_what_it_lacks(aws: Moto) -> None:
     aws.ration("us-east-1c", 2)
     group(aws, "short", "us-east-1c", 3)
