@@ -87,7 +87,9 @@ class Pools(AwsStack):
     def _pool(self, pool: PoolSpec) -> None:
         spec, name = self.cluster.network, group(self.cluster.name, pool.name)
         placement = None
-        if spec.placement and machine_types.aws_can_be_placed(pool.machine):
+        if machine_types.aws_can_be_placed(pool.machine):
+            # It is there even if no machine goes into it. AWS does not delete it while a machine of it exists, so
+            # network.placement could not change for as long: machines with 8 GPUs take many minutes to end.
             placement = cdk.aws("placement_group")(self, f"{pool.name}-placement", name=name, strategy="cluster")
         interfaces = with_efas(pool.machine) if spec.efa else (PRIMARY,)
         tags = self._tags(pool.name) | parts(pool, sum(each.kind != "interface" for each in interfaces))
@@ -107,7 +109,8 @@ class Pools(AwsStack):
                 },
                 "instances_distribution": distribution(pool),
             },
-            placement_group=placement.name if placement else None,
+            placement_group=placement.name if placement and spec.placement else None,
+            depends_on=[placement] if placement else None,  # it goes last: older machines may be in it
             # By default, AWS replaces a machine that it may take soon, and moves machines between zones. Here the head
             # decides whether training moves, and the notice is early enough for that.
             capacity_rebalance=False,

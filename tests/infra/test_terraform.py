@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ async def test_a_cluster_is_made_driven_and_taken_down(tmp_path: Path, tools: To
         assert await unchanged(stack)
     await drive(aws, cluster)
     assert await unchanged(pools)  # sizes are the head's to set
+    await turn_placement_off(aws, cluster, pools, tmp_path)
 
     await run(pools, "destroy", "-auto-approve")
     assert machines(aws) == []  # though one ran
@@ -182,6 +184,21 @@ async def drive(aws: Moto, cluster: ClusterSpec) -> None:
         assert await cloud.problems() == []
     finally:
         await cloud.close()
+
+
+async def turn_placement_off(aws: Moto, cluster: ClusterSpec, pools: Stack, tmp_path: Path) -> None:
+    """As the head's message about an empty zone advises. Machines are in a placement group, and stay there."""
+    network = cluster.network.model_copy(update={"placement": False})
+    synthesize(cluster.model_copy(update={"network": network}), tmp_path / "apart", tmp_path / "home")
+    shutil.copy(tmp_path / f"apart/stacks/{cluster.name}-pools/cdk.tf.json", pools.folder)
+    terraform.adapt(pools.folder, pools.tools.version, emulated=True)
+    placed = [each["InstanceId"] for each in machines(aws) if each["Placement"]["GroupName"]]
+    assert placed
+    await run(pools, "apply", "-input=false", "-auto-approve")
+    assert await unchanged(pools)
+    groups = aws.client("autoscaling").describe_auto_scaling_groups()["AutoScalingGroups"]
+    assert not [each["AutoScalingGroupName"] for each in groups if each.get("PlacementGroup")]
+    assert placed == [each["InstanceId"] for each in machines(aws) if each["Placement"]["GroupName"]]
 
 
 def machines(aws: Moto) -> list[dict[str, Any]]:
