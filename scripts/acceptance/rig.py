@@ -15,11 +15,12 @@ from scripts.acceptance.jobs import Plan, plans
 from scripts.acceptance.record import Facts
 from scripts.acceptance.steps import STEPS, Stage, Step
 from scripts.acceptance.trace import Trace
+from scripts.cloud_site import END
 from scripts.ssh import HEAD, Access
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 
-_GONE, _AGAIN = 600.0, 5.0  # seconds for machines to be given back, and between two looks
+_AGAIN = 5.0  # seconds between two looks at machines that are given back
 _IGNORED = shutil.ignore_patterns("__pycache__", "*.yaml")
 
 
@@ -57,10 +58,10 @@ class Rig:
 
     def _await_no_machines(self) -> None:
         """Wait until the last job's machines are gone: their network and placement cannot change before that."""
-        deadline = time.monotonic() + _GONE
+        deadline = time.monotonic() + END
         while left := [node["name"] for node in control.ask(self.access, "status")["nodes"] if node["pool"] != HEAD]:
             if time.monotonic() > deadline:
-                minutes = f"{_GONE / 60:.0f} min after the last job"
+                minutes = f"{END / 60:.0f} min after the last job"
                 raise SpotrunError(f"these machines are still there {minutes}: {', '.join(left)}")
             time.sleep(_AGAIN)
 
