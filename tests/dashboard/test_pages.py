@@ -424,6 +424,8 @@ def test_a_legend_has_the_newest_values_while_no_pointer_is_there(chart: Page) -
     expect(legend).to_have_text(re.compile("20.*one.*3.*other.*8"))
     chart.evaluate("put([line([0, 10, 20, 30], [1, 2, 3, 4], 'one'), line([5, 15], [7, 8], 'other', '#0000ff')])")
     expect(legend).to_have_text(re.compile("30.*one.*4.*other.*8"))
+    chart.evaluate("put([line([0, 10, 20, 30], [1, 2, 3, NaN], 'one'), line([5, 15], [7, 8], 'other', '#0000ff')])")
+    expect(legend).to_have_text(re.compile("30.*one.*–.*other.*8"))
 
 
 @pytest.mark.parametrize("names", [["val/loss", "accuracy"], ["accuracy", "val/loss"]], ids=" before ".join)

@@ -146,10 +146,11 @@ function part(plot) {
   return x.length && (min > x[0] || max < x.at(-1)) ? { min, max } : null;
 }
 
-// While no pointer is on a plot, its legend has the newest value of each line.
+// While no pointer is on a plot, its legend has the newest value of each line. If this is NaN, no older value takes its
+// place. In uPlot's data, undefined is no value of the line: another line of the chart has a value at that x.
 function newest(plot) {
   if (plot.cursor.left >= 0) return;
-  const last = (values) => { let row = values.length - 1; while (row >= 0 && (values[row] ?? null) === null) row -= 1; return row < 0 ? null : row; };
+  const last = (values) => { let row = values.length - 1; while (row >= 0 && values[row] === undefined) row -= 1; return row < 0 ? null : row; };
   const idxs = plot.data.map(last);
   if (idxs.some((row, series) => row !== plot.legend.idxs?.[series])) plot.setLegend({ idxs }, true);
 }
@@ -157,8 +158,8 @@ function newest(plot) {
 const equal = (one, other) => one.length === other.length
   && one.every((column, index) => column.length === other[index].length && column.every((value, row) => value === other[index][row]));
 
-// The rows of values that have a gap on both sides: no line reaches them, so they are drawn as points. In uPlot's data,
-// undefined is no gap: another line of the chart has a value at that x.
+// The rows of values that have a gap on both sides: no line reaches them, so they are drawn as points.
+// Undefined is no gap, see `newest`.
 function alone(values) {
   const rows = [...values.keys()].filter((row) => values[row] !== undefined), gap = (at) => (values[rows[at]] ?? null) === null;
   return rows.filter((_, at) => !gap(at) && gap(at - 1) && gap(at + 1));
