@@ -24,7 +24,10 @@ expect.set_options(timeout=PATIENCE * 1000)
 
 URL = "http://dashboard.test/"
 LONGEST = 8190  # bytes of a line that aiohttp reads
-STREAM = "window.EventSource = class { constructor() { window.stream = this; } }"
+STREAM = """window.EventSource = class extends EventTarget {
+  constructor() { super(); window.stream = this; window.opened = (window.opened ?? 0) + 1; }
+  close() {}
+}"""
 TIMELINE = {"bars": [], "marks": [], "node_seconds": 0.0, "cost": 0.0, "goodput": None, "missing": 0.0}
 LOG = {"generation": 1, "node": "spot-1", "rank": 0, "bytes": 9}
 
@@ -150,6 +153,26 @@ def test_what_is_old_is_not_said_to_come_from_the_bucket(site: Site) -> None:
         site.page.evaluate("text => stream.onmessage({ data: text })", text)
         expect(site.page.get_by_role("alert")).to_contain_text(words)
     expect(site.page.locator("#state")).to_have_text("from the bucket")
+
+
+def test_a_page_without_signs_of_life_is_not_live(site: Site) -> None:
+    """A broken SSH tunnel may keep the browser's connection open. No error and no data come through it then."""
+    page, mark = site.page, site.page.locator("#state")
+    page.clock.install()
+    site.open("run")
+    send = "overview => stream.onmessage({ data: JSON.stringify({ live: true, why: '', overview }) })"
+    page.evaluate(send, {"jobs": []})
+    expect(mark).to_have_text("live")
+    for _ in range(3):
+        page.clock.run_for(10_000)
+        page.evaluate("stream.dispatchEvent(new Event('alive'))")
+    expect(mark).to_have_text("live")
+    page.clock.run_for(20_000)
+    expect(mark).to_have_text("not connected")
+    assert page.evaluate("opened") == 2
+    page.evaluate(send, {"jobs": []})
+    page.clock.run_for(1_000)
+    expect(mark).to_have_text("live")
 
 
 def test_late_curves_of_another_run_are_dropped(site: Site) -> None:

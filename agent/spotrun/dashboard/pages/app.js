@@ -8,6 +8,7 @@ import * as compare from "./compare.js";
 const PAGES = { cluster, jobs, run, compare };
 const ORDER = Object.keys(PAGES);
 const EVERY = 400; // milliseconds between two drawings of live changes
+const SILENCE = 15_000; // milliseconds without a sign of life, which the server gives every 5 s
 
 // What all pages read. overview: null until the first document has come.
 const state = { live: false, why: "connecting", old: false, at: 0, overview: null, query: new URLSearchParams(), argument: "" };
@@ -62,8 +63,8 @@ function draw() {
 function frame() {
   document.getElementById("cluster").textContent = state.overview?.cluster ?? "";
   const mark = document.getElementById("state");
-  mark.textContent = state.live ? "live" : !connected ? "not connected" : state.old ? "old" : "from the bucket";
-  mark.className = state.live ? "live" : "away";
+  mark.textContent = !connected ? "not connected" : state.live ? "live" : state.old ? "old" : "from the bucket";
+  mark.className = connected && state.live ? "live" : "away";
   const banner = document.getElementById("banner");
   const text = !connected
     ? "The dashboard has ended, or does not answer. Start it again with `make dashboard`, and open the address that it prints."
@@ -74,14 +75,29 @@ function frame() {
 
 function listen() {
   const source = new EventSource("api/live");
-  source.onmessage = (message) => {
+  let silence = 0;
+  const alive = () => {
     connected = true;
+    clearTimeout(silence);
+    silence = setTimeout(renew, SILENCE);
+  };
+  // A connection that broke somewhere on its way, as through an SSH tunnel, may end without an error.
+  const renew = () => {
+    source.close();
+    connected = false;
+    draw();
+    listen();
+  };
+  source.onmessage = (message) => {
+    alive();
     Object.assign(state, JSON.parse(message.data));
     draw();
   };
-  source.onopen = () => { connected = true; draw(); };
+  source.addEventListener("alive", alive);
+  source.onopen = () => { alive(); draw(); };
   source.onerror = () => {
     connected = false;
+    clearTimeout(silence);
     draw();
     if (source.readyState === EventSource.CLOSED) setTimeout(listen, 1000);
   };
