@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spotrun.head import status
-from spotrun.head.job_parts import Draining
+from spotrun.head.job_parts import Draining, Interruption
 from spotrun.head.job_state import Action, Cause, Drain, EndGeneration, JobState, Release, Start, apply
 from spotrun.head.planner.plan import plan
 from spotrun.head.view import Node, View
@@ -223,6 +223,27 @@ def test_a_member_that_has_gone_on_is_called_back() -> None:
     after = apply(draining(A, B, newcomer=C), Release("", "grow"), NOW)
     left = failed(A, "peer", late=STEP, step=STEP, regroup="waiting")
     assert plan(view(after, left, ahead(B), ahead(C))).actions == (EndGeneration(GROW),)
+
+
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [
+        (Cause(kind="kill", node=B), f"none; waiting for nodes (kill: {B})"),
+        (Cause(kind="pause", node=B), f"none (pause: {B})"),
+        (Cause(kind="stop"), "none (stop)"),
+    ],
+    ids=["a lost node", "a pause", "a stop"],
+)
+def test_the_event_of_an_end_says_whether_the_job_waits(cause: Cause, text: str) -> None:
+    assert status.event(job(A, B), EndGeneration(cause=cause)) == ("generation", text)
+
+
+@pytest.mark.parametrize(("lost", "text"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps")], ids=str)
+def test_the_event_of_a_recovery_counts_the_lost_steps(lost: int, text: str) -> None:
+    each = Interruption(kind="kill", node=B, at=NOW, step=9, generation=1, nodes=2)
+    over = each.replace(seconds=3.0, steps_lost=lost)
+    before, after = (job(A, B).replace(interruptions=(one,)) for one in (each, over))
+    assert status.recovery(before, after) == f"after 3.0 s, {text} lost (kill)"
 
 
 def test_the_event_says_for_whom_the_stop_came_too_late() -> None:

@@ -276,7 +276,8 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
                 "the job has failed; its last state goes into the bucket" if failed else "the job is done",
             )
         case EndGeneration() if action.cause:  # without one the job has failed, which its own event says
-            return "generation", f"none; waiting for nodes{_why(action)}"
+            waits = "" if action.cause.kind in ("stop", "pause") else "; waiting for nodes"
+            return "generation", f"none{waits}{_why(action)}"
         case Drain():
             more = f"; {action.reason}" if action.reason else ""
             return "drain", f"all stop after step {action.step}{_why(action)}{more}"
@@ -310,7 +311,8 @@ def recovery(before: JobState, after: JobState) -> str:
     lasted = before.interruptions and before.interruptions[-1].seconds is None
     if last is None or last.recovery is None or not lasted:
         return ""
-    return f"after {last.recovery:.1f} s, {last.steps_lost} steps lost ({last.kind})"
+    lost = "1 step" if last.steps_lost == 1 else f"{last.steps_lost} steps"
+    return f"after {last.recovery:.1f} s, {lost} lost ({last.kind})"
 
 
 def _why(action: Start | EndGeneration | Drain) -> str:
