@@ -448,7 +448,31 @@ def test_a_legend_has_the_newest_values_while_no_pointer_is_there(chart: Page) -
     chart.evaluate("put([line([0, 10, 20, 30], [1, 2, 3, 4], 'one'), line([5, 15], [7, 8], 'other', '#0000ff')])")
     expect(legend).to_have_text(re.compile("30.*one.*4.*other.*8"))
     chart.evaluate("put([line([0, 10, 20, 30], [1, 2, 3, NaN], 'one'), line([5, 15], [7, 8], 'other', '#0000ff')])")
-    expect(legend).to_have_text(re.compile("30.*one.*–.*other.*8"))
+    expect(legend).to_have_text(re.compile(r"30.*one\W*other.*8"))
+
+
+def test_each_job_has_a_colour_of_its_own(site: Site) -> None:
+    """Up to eight jobs. A job keeps its colour when others come."""
+    site.open("run")
+    colours = """async (count) => {
+      const { coloursOf } = await import("/pages/dom.js");
+      return [...coloursOf(Array.from({ length: count }, (_, index) => `job-${index % 3}-${index}`)).values()];
+    }"""
+    assert len({*site.page.evaluate(colours, 8)}) == 8
+    assert site.page.evaluate(colours, 9)[:8] == site.page.evaluate(colours, 8)
+
+
+def test_a_node_that_has_made_no_step_shows_none(site: Site) -> None:
+    """A node that is kept has no worker. A worker that has made no step says -1."""
+    held = {"pool": "p", "state": "running", "devices": 1, "jobs": [{"job": "b", "devices": [0]}]}
+    steps = {"kept": None, "starting": -1, "begun": 0, "later": 7}
+    nodes = [held | {"name": name, "step": step} for name, step in steps.items()]
+    overview = {"jobs": [], "nodes": nodes, "pools": [], "events": []}
+    site.open("cluster")
+    site.page.evaluate("text => stream.onmessage({ data: text })", json.dumps({"live": True, "overview": overview}))
+    for name, text in {"kept": "", "starting": "", "begun": "step 0", "later": "step 7"}.items():
+        row = site.page.get_by_role("region", name="Nodes").get_by_role("row", name=name)
+        expect(row.get_by_role("cell").nth(3)).to_have_text(text)
 
 
 @pytest.mark.parametrize("names", [["val/loss", "accuracy"], ["accuracy", "val/loss"]], ids=" before ".join)

@@ -222,6 +222,51 @@ def test_a_parked_job_has_not_ended(station: Station, chromium: Browser) -> None
         narrow_too(page)
 
 
+def test_what_is_wrong_with_a_job_is_said(station: Station, chromium: Browser) -> None:
+    """A node cannot upload its part of a checkpoint. The reason of the job does not say so."""
+
+    async def prepare() -> str:
+        job = await station.world.started()
+        now = station.world.clock()
+        trouble = {"step": 7, "tries": 3, "since": now, "at": now, "message": "no room in the bucket"}
+        station.world.receive("a", job=job.id, trouble=trouble)
+        await station.world.turn()
+        return job.id
+
+    job = station.do(prepare)
+    station.publish()
+    text = "a cannot save its part of the checkpoint of step 7 (3 tries): no room in the bucket (since "
+    with opened(chromium, station.url()) as page:
+        expect(page.get_by_role("region", name="Decisions").get_by_role("row", name=job)).to_contain_text(text)
+        for where in ("jobs", f"run/{job}"):
+            page.goto(f"{page.url.partition('#')[0]}#/{where}")
+            expect(page.locator(".bad", has_text=text)).to_be_visible()
+        narrow_too(page)
+
+
+def test_a_failed_job_that_keeps_a_node_goes_on_costing(station: Station, chromium: Browser) -> None:
+    async def prepare() -> str:
+        job = await station.world.started()
+        now = station.world.clock()
+        kept = {"member": {"node": "a", "boot": "b", "address": "127.0.0.1"}, "until": now + 600}
+        changes = {"phase": "failed", "ended": now, "current": None, "kept_node": kept}
+        rewrite(station.world, job_key(job.id, "state.json"), lambda state: state | changes)
+        station.world.new_head()
+        await station.world.turn()
+        return job.id
+
+    job = station.do(prepare)
+    station.publish()
+    text = re.compile(rf"keeps a for SSH until .*[0-9]+:[0-9]+, and pays for it; `make stop ID={job}` lets it go")
+    with opened(chromium, station.url("jobs")) as page:
+        row = page.get_by_role("row", name=job)
+        expect(row).to_contain_text(text)
+        expect(row.get_by_role("button")).to_have_text(["set", "stop"])  # it cannot be paused
+        for where in ("cluster", f"run/{job}"):
+            page.goto(f"{page.url.partition('#')[0]}#/{where}")
+            expect(page.locator(".bad", has_text=text)).to_be_visible()
+
+
 def with_budget(state: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return state | changes | {"spec": state["spec"] | {"budget": 5.0}}
 

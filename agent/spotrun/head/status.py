@@ -95,7 +95,7 @@ def row(job: JobState, view: View | None = None) -> dict[str, Any]:
     keys = ("id", "name", "group", "priority", "phase", "reason", "step", "total_steps", "eta", "cost", "submitted")
     given = {node.name: node.devices for node in view.nodes if node.assigned} if view else {}
     nodes = {member.node: member.devices for member in (job.bound if view else job.members)} or given
-    return {key: found[key] for key in (*keys, "kept")} | {
+    return {key: found[key] for key in (*keys, "kept", "conditions")} | {
         "nodes": [{"node": node, "devices": list(devices)} for node, devices in nodes.items()],
         "min": job.spec.nodes.min,
         "max": job.spec.nodes.max,

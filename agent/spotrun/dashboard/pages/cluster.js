@@ -1,5 +1,5 @@
 // The page of the whole cluster: money, pools, nodes and their devices, decisions, events.
-import { badge, clock, colourOf, el, job, money, number, span, table } from "./dom.js";
+import { badge, clock, coloursOf, el, job, money, number, span, table, why } from "./dom.js";
 
 export function draw(state) {
   const seen = state.overview;
@@ -51,7 +51,7 @@ function advice(said) {
 function own(seen) {
   if (!seen || !(seen.machine_hours > 0)) return el("span", { class: "quiet" }, "nothing yet");
   const short = seen.short_at ? `; too few machines at ${clock(seen.short_at)}` : "";
-  return `${number(Math.round(seen.interruptions))} taken in ${number(Number(seen.machine_hours.toPrecision(3)))} machine-hours${short}`;
+  return `${number(Math.round(seen.interruptions))} taken in ${span(3600 * seen.machine_hours)} of machine time${short}`;
 }
 
 const percent = (value) => `${(100 * value).toFixed(0)} %`;
@@ -71,23 +71,23 @@ function nodes({ overview, live }) {
   if (!overview.nodes.length) {
     return el("p", { class: "quiet" }, live ? "There are no machines. The head asks for machines when a job needs them." : "Only the head knows the nodes, and the head does not answer.");
   }
-  const titles = ["node", "pool", "state", "doing", "devices", "since"];
+  const titles = ["node", "pool", "state", "doing", "devices", "since"], colours = coloursOf(overview.jobs.map((each) => each.id));
   return table(titles, overview.nodes.map((node) => [
     node.name, el("b", {}, node.name), node.pool,
     [badge(node.phase ?? node.state), node.notice ? el("span", { class: "bad" }, ` will be taken at ${clock(node.notice, true)}`) : ""],
-    node.doing ? [node.doing, node.doing_seconds ? el("small", {}, ` ${span(node.doing_seconds)}`) : ""] : node.jobs.length ? `step ${number(node.step)}` : "",
-    devices(node), clock(node.since),
+    node.doing ? [node.doing, node.doing_seconds ? el("small", {}, ` ${span(node.doing_seconds)}`) : ""] : node.jobs.length && node.step >= 0 && node.step !== null ? `step ${number(node.step)}` : "",
+    devices(node, colours), clock(node.since),
   ]));
 }
 
-function devices(node) {
+function devices(node, colours) {
   const owner = new Map();
   for (const each of node.jobs) for (const index of each.devices) owner.set(index, each.job);
   const count = Math.min(64, node.devices ?? 0);
   const squares = Array.from({ length: count }, (_, index) => {
     const whose = owner.get(index);
     const text = whose ? `device ${index}: ${whose}` : `device ${index}: free`;
-    return el("span", { class: whose ? "device" : "device free", title: text, style: whose ? { "background-color": colourOf(whose) } : {} });
+    return el("span", { class: whose ? "device" : "device free", title: text, style: whose ? { "background-color": colours.get(whose) ?? "var(--quiet)" } : {} });
   });
   const names = [...new Set(owner.values())];
   return [el("span", { class: "devices" }, squares), names.map((id) => [" ", el("a", { href: job(id) }, id)]), names.length || !count ? "" : " free"];
@@ -97,8 +97,8 @@ function decisions(seen) {
   const rows = [];
   for (const trouble of seen.troubles ?? []) rows.push(["trouble", el("b", { class: "bad" }, "head"), trouble]);
   for (const each of seen.jobs) {
-    const why = [each.reason, each.placement].filter(Boolean).join("; ");
-    if (why) rows.push([`job ${each.id}`, el("a", { href: job(each.id) }, each.id), why]);
+    const reason = why(each);
+    if (reason) rows.push([`job ${each.id}`, el("a", { href: job(each.id) }, each.id), reason]);
   }
   for (const pool of seen.pools) if (pool.problem) rows.push([`pool ${pool.name}`, `pool ${pool.name}`, pool.problem]);
   if (seen.parked) rows.push(["parked", el("b", { class: "bad" }, "parked"), seen.parked.text]);

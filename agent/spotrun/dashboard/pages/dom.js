@@ -106,6 +106,9 @@ export function number(value) {
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(3) : String(Number(value.toPrecision(4)));
 }
 
+// A number of things: "1 step", "2 steps".
+export const count = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
+
 export function bytes(value) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let at = 0;
@@ -126,6 +129,15 @@ export function clock(at, seconds = false) {
   const when = new Date(at * 1000), today = new Date().toDateString() === when.toDateString();
   const time = when.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", ...(seconds && { second: "2-digit" }) });
   return today ? time : `${when.toLocaleDateString("en-CA")} ${time}`;
+}
+
+// Why a job does what it does; what is wrong with it, since when; and which node it keeps for a person.
+export function why(row) {
+  const wrong = (row.conditions ?? []).filter((each) => each.text !== row.reason);
+  const kept = row.kept ? [`keeps ${row.kept.node} for SSH until ${clock(row.kept.until)}, and pays for it; \`make stop ID=${row.id}\` lets it go`] : [];
+  const texts = [...wrong.map((each) => `${each.text} (since ${clock(each.since)})`), ...kept];
+  const parts = [[row.reason, row.placement].filter(Boolean).join("; "), ...texts.map((text) => el("span", { class: "bad" }, text))].filter(Boolean);
+  return parts.length ? parts.flatMap((part, index) => (index ? ["; ", part] : [part])) : "";
 }
 
 // What is known about a job's deadline.
@@ -154,8 +166,15 @@ export function table(titles, rows, attributes = {}) {
 // Eight colours that people with any colour vision can tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/).
 const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8d7a00", "#777777"];
 export function colour(index) { return COLOURS[index % COLOURS.length]; }
-export function colourOf(text) {
-  let sum = 0;
-  for (const letter of text) sum = (sum * 31 + letter.codePointAt(0)) >>> 0;
-  return colour(sum);
+// The colour of each of these texts: by the text, but equal ones only where there are more texts than colours.
+export function coloursOf(texts) {
+  const found = new Map();
+  for (const text of texts) {
+    let sum = 0;
+    for (const letter of text) sum = (sum * 31 + letter.codePointAt(0)) >>> 0;
+    const taken = new Set(found.values());
+    while (taken.size < COLOURS.length && taken.has(colour(sum))) sum += 1;
+    found.set(text, colour(sum));
+  }
+  return found;
 }

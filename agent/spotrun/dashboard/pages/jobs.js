@@ -1,5 +1,5 @@
 // The page of all jobs: those that have not ended, by group and priority, then those that have.
-import { ask, badge, bar, clock, deadline, el, job, money, number, span, table } from "./dom.js";
+import { ask, badge, bar, clock, deadline, el, job, money, number, span, table, why } from "./dom.js";
 
 let ended = [], more = false, loading = false, again = false, problem = "", filter = "", redraw = () => {}, asked = "", told = "";
 
@@ -69,13 +69,8 @@ function list(rows, live) {
     row.id, el("a", { href: job(row.id) }, row.id), badge(row.phase),
     live && !["held", "parked"].includes(row.phase) ? priority(row) : number(row.priority),
     el("span", { class: "whole" }, nodes(row)),
-    progress(row), end(row), cost(row), why(row), live ? actions(row) : "",
+    progress(row), end(row), cost(row), el("span", { class: "why" }, why(row)), live ? actions(row) : "",
   ]), { class: "wide" });
-}
-
-function why(row) {
-  const text = [row.reason, row.placement].filter(Boolean).join("; ");
-  return text ? el("span", { class: "why" }, text) : "";
 }
 
 function nodes(row) {
@@ -115,7 +110,7 @@ function priority(row) {
 }
 
 function actions(row) {
-  const first = { held: ["relaunch"], parked: [], paused: ["resume"] }[row.phase] ?? [row.paused ? "resume" : "pause"];
+  const first = { held: ["relaunch"], parked: [], paused: ["resume"] }[row.phase] ?? [row.ended ? [] : row.paused ? "resume" : "pause"].flat();
   const verbs = [...first, "stop"];
   return el("span", { class: "actions" }, verbs.map((verb) => el("button", {
     type: "button", "aria-label": `${verb} ${row.id}`,

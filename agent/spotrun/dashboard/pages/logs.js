@@ -1,5 +1,5 @@
 // The logs of a run's workers: one log at a time, its end first; a search reads the log from its beginning.
-import { ask, bytes, el } from "./dom.js";
+import { ask, bytes, count, el } from "./dom.js";
 
 let redraw = () => {}, chosen = "", piece = null, hits = null, text = "", problem = "", searching = false, failed = false, shownSize = -1, turn = 0;
 
@@ -49,7 +49,7 @@ function shown(path, log) {
 
 function found(path, log) {
   return el("div", {},
-    el("p", { role: "status" }, `${hits.hits.length} lines found${hits.next === null ? "; the whole log was searched" : ` so far; searched ${bytes(hits.next)} of ${bytes(hits.size)}`}`,
+    el("p", { role: "status" }, `${count(hits.hits.length, "line")} found${hits.next === null ? "; the whole log was searched" : ` so far; searched ${bytes(hits.next)} of ${bytes(hits.size)}`}`,
       hits.next === null ? "" : [" ", el("button", { type: "button", onclick: () => search(path, log, hits.next) }, "search the rest")]),
     el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Lines that were found" }, el("pre", {}, hits.hits.map((hit) => `${hit.text}\n`).join(""))));
 }

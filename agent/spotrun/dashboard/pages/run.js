@@ -5,7 +5,7 @@ import * as curves from "./curves.js";
 import * as logged from "./logged.js";
 import * as logs from "./logs.js";
 import * as origin from "./origin.js";
-import { ask, badge, bar, bytes, clock, deadline, el, job, money, number, span, table } from "./dom.js";
+import { ask, badge, bar, bytes, clock, count, deadline, el, job, money, number, span, table, why } from "./dom.js";
 import * as machines from "./machines.js";
 import * as timeline from "./timeline.js";
 
@@ -101,10 +101,10 @@ export function draw(state) {
   if (!run) {
     return el("div", {}, el("h1", {}, id), problems.run ? el("p", { class: "error" }, problems.run) : el("p", { class: "quiet" }, "Loading …"));
   }
-  const live = state.overview?.jobs.find((each) => each.id === id);
+  const live = state.overview?.jobs.find((each) => each.id === id), reason = why(live ?? run);
   return el("div", {},
     el("h1", {}, run.id, " ", badge(live?.phase ?? run.phase)),
-    why(live) ? el("p", {}, why(live)) : "",
+    reason ? el("p", {}, reason) : "",
     run.failure ? el("pre", { class: "error", tabindex: "0" }, `rank ${run.failure.rank} on ${run.failure.node}: ${run.failure.message}\n${run.failure.traceback ?? ""}`) : "",
     tiles({ ...run, ...(live && { step: live.step, eta: live.eta, cost: live.cost, cost_to_end: live.cost_to_end, in_time: live.in_time }) }),
     el("nav", { class: "tabs", "aria-label": "Parts of this run" }, Object.entries(TABS).map(([name, title]) =>
@@ -126,12 +126,10 @@ function tiles(run) {
     tile("Step", `${number(run.step)}${whole}`, [run.total_steps ? bar(run.step, run.total_steps, "progress") : "the number of steps is not known, ", pace(run)]),
     tile("Goodput", run.goodput === null ? "–" : `${(100 * run.goodput).toFixed(1)} %`, `of ${span(run.node_seconds)} of node time`),
     tile("Cost", money(run.cost), cost(run)),
-    tile("Interruptions", number(run.interruptions.length), [`${number(run.interruptions.reduce((sum, each) => sum + (each.steps_lost ?? 0), 0))} steps lost`, timeline.costs(parts.timeline)]),
+    tile("Interruptions", number(run.interruptions.length), [`${count(run.interruptions.reduce((sum, each) => sum + (each.steps_lost ?? 0), 0), "step")} lost`, timeline.costs(parts.timeline)]),
     tile(run.ended ? "Ended" : "End", clock(run.ended ?? run.eta), end(run)),
   );
 }
-
-const why = (live) => (live ? [live.reason, live.placement].filter(Boolean).join("; ") : run.reason);
 
 function pace(run) {
   const speed = run.samples_per_second && !run.ended ? `${number(Number(run.samples_per_second.toPrecision(3)))} samples/s, ` : "";

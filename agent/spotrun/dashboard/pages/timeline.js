@@ -1,5 +1,5 @@
 // What each node's time went into: a bar for each node, the sums of the account, and a list of interruptions.
-import { badge, clock, el, money, number, span, table } from "./dom.js";
+import { badge, clock, count, el, money, number, span, table } from "./dom.js";
 
 export const KINDS = {
   counted: "steps that counted", lost: "void: lost steps, and the time from the last step of a generation to its end",
@@ -74,7 +74,7 @@ export function text(mark) {
   const until = mark.seconds === null ? "so far" : "until the next step";
   return [`${mark.kind}${mark.node ? ` of ${mark.node}` : ""} at step ${number(mark.step)}`,
     mark.seconds === null ? "no step since" : `${span(mark.seconds)} to the next step`,
-    mark.steps_lost === null ? "lost steps are not known yet" : `${number(mark.steps_lost)} steps lost`,
+    mark.steps_lost === null ? "lost steps are not known yet" : `${count(mark.steps_lost, "step")} lost`,
     mark.dollars === null ? (mark.counted ? "cost not known" : "its cost is known some seconds later") : `${money(mark.dollars, 4)} for lost steps and all node time ${until}, at the run's average price`].join("\n");
 }
 
@@ -82,7 +82,7 @@ function interruptions(marks) {
   if (!marks.length) return el("p", { class: "quiet" }, "No interruptions.");
   return table(["interruption", "node", "at", "after step", "to the next step", "steps lost", "cost"], marks.map((mark) => [
     `${mark.at} ${mark.node}`, badge(mark.kind), mark.node || "–", clock(mark.at, true), number(mark.step),
-    mark.seconds === null ? "none yet" : span(mark.seconds), mark.steps_lost === null ? "–" : number(mark.steps_lost),
+    mark.seconds === null ? "no step since" : span(mark.seconds), mark.steps_lost === null ? "–" : number(mark.steps_lost),
     mark.dollars === null ? (mark.counted ? "not known" : "known soon") : money(mark.dollars, 4),
   ]), { class: "short" });
 }
