@@ -451,6 +451,20 @@ def test_a_legend_has_the_newest_values_while_no_pointer_is_there(chart: Page) -
     expect(legend).to_have_text(re.compile(r"30.*one\W*other.*8"))
 
 
+@pytest.mark.parametrize("left_out", [0, 9], ids=["all blocks are read", "blocks are left out"])
+def test_a_line_of_a_machine_has_a_gap_while_the_machine_is_gone(site: Site, left_out: int) -> None:
+    """If blocks are left out, the page does not know which gaps are gaps."""
+    site.open("run")
+    times = {"back": [0, 5, 500, 505, 510], "gone": [0, 5, 10], "late": [440, 445, 450]}
+    nodes = [{"node": name, "times": at, "series": {"cpu": [7] * len(at)}} for name, at in times.items()]
+    lines = """async (found) => (await import("/pages/machines.js")).lines(found, "cpu", 1).map(({ x, y }) => [x, y])"""
+    back, gone, late = site.page.evaluate(lines, {"nodes": nodes, "left_out": left_out})
+    whole = [[0, 5, 500, 505, 510], [7, 7, 7, 7, 7]]
+    assert back == (whole if left_out else [[0, 5, 6, 500, 505, 510], [7, 7, None, 7, 7, 7]])
+    assert gone == [[0, 5, 10, 11], [7, 7, 7, None]]  # so the legend shows no old value
+    assert late == [[440, 445, 450], [7, 7, 7]]
+
+
 def test_each_job_has_a_colour_of_its_own(site: Site) -> None:
     """Up to eight jobs. A job keeps its colour when others come."""
     site.open("run")

@@ -74,10 +74,16 @@ function nodes({ overview, live }) {
   const titles = ["node", "pool", "state", "doing", "devices", "since"], colours = coloursOf(overview.jobs.map((each) => each.id));
   return table(titles, overview.nodes.map((node) => [
     node.name, el("b", {}, node.name), node.pool,
-    [badge(node.phase ?? node.state), node.notice ? el("span", { class: "bad" }, ` will be taken at ${clock(node.notice, true)}`) : ""],
+    [condition(node), node.notice ? el("span", { class: "bad" }, ` will be taken at ${clock(node.notice, true)}`) : ""],
     node.doing ? [node.doing, node.doing_seconds ? el("small", {}, ` ${span(node.doing_seconds)}`) : ""] : node.jobs.length && node.step >= 0 && node.step !== null ? `step ${number(node.step)}` : "",
     devices(node, colours), clock(node.since),
   ]));
+}
+
+// The workers of a sound node fail too: when they lose a peer.
+function condition(node) {
+  const phase = node.phase ?? node.state;
+  return badge(phase, phase === "failed" ? "workers failed" : phase);
 }
 
 function devices(node, colours) {

@@ -147,7 +147,7 @@ export function deadline({ deadline: at, in_time: kept, ended }) {
   return el("span", { class: look }, `deadline ${clock(at)}: ${text}`);
 }
 
-export const badge = (phase) => el("span", { class: `badge ${phase}` }, phase ?? "–");
+export const badge = (phase, text = phase) => el("span", { class: `badge ${phase}` }, text ?? "–");
 
 export function bar(value, most, label, warn = false) {
   const share = most > 0 ? Math.min(1, Math.max(0, value / most)) : 0;

@@ -9,10 +9,11 @@ const CHARTS = [
   ["GPU power, W", "gpu.power"], ["GPU clock, MHz", "gpu.sm_clock"], ["GPU uncorrected ECC errors", "gpu.ecc"],
 ];
 const MOST = 32; // lines in a chart
+const GAP = 120; // seconds without a reading after which a line ends. A node puts readings into the bucket once a minute
 
 export function draw(charts, found, marks) {
   if (!found.nodes.length) return el("p", { class: "quiet" }, "Nothing has been measured yet. A node measures every 5 s while it has this run. The first values come after some seconds.");
-  const shown = CHARTS.map(([title, name, scale]) => [title, lines(found.nodes, name, scale ?? 1)]).filter(([, each]) => each.length);
+  const shown = CHARTS.map(([title, name, scale]) => [title, lines(found, name, scale ?? 1)]).filter(([, each]) => each.length);
   charts.keep(shown.map(([title]) => title));
   const nodes = shown.map(([title, each]) => {
     const chart = charts.get(title);
@@ -29,16 +30,29 @@ export function draw(charts, found, marks) {
   ];
 }
 
-function lines(nodes, name, scale) {
-  const found = [];
+// A line for each node or GPU that has values of this name.
+export function lines({ nodes, left_out: leftOut }, name, scale) {
+  const found = [], end = Math.max(...nodes.map((node) => node.times.at(-1) ?? 0));
   for (const node of nodes) {
     for (const [key, values] of Object.entries(node.series)) {
       const gpu = /^gpu([0-9]+)\.(.+)$/.exec(key);
       if (key !== name && !(gpu && `gpu.${gpu[2]}` === name)) continue;
-      found.push({ name: gpu ? `${node.node} GPU ${gpu[1]}` : node.node, x: node.times, y: values.map((value) => (value === null ? null : value * scale)), colour: colour(found.length) });
+      found.push({ name: gpu ? `${node.node} GPU ${gpu[1]}` : node.node, ...parted(node.times, values.map((value) => (value === null ? null : value * scale)), leftOut ? Infinity : GAP, end), colour: colour(found.length) });
     }
   }
   return found;
+}
+
+// A line with gaps for the time in which the node was gone, or did not have this run. gap: seconds. end: of all nodes.
+function parted(times, values, gap, end) {
+  const x = [], y = [];
+  for (const [row, at] of times.entries()) {
+    if (row && at - times[row - 1] > gap) { x.push(times[row - 1] + 1); y.push(null); }
+    x.push(at);
+    y.push(values[row]);
+  }
+  if (end - times.at(-1) > GAP) { x.push(times.at(-1) + 1); y.push(null); }
+  return { x, y };
 }
 
 function ranks(rows) {
