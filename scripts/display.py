@@ -245,9 +245,8 @@ def _job(job: Status) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     phase = Text(job["phase"], style=COLOURS.get(job["phase"], "cyan")).append(f"  {job['reason']}", style="dim")
     table.add_row("job", Text(job["id"], style="bold"), phase)
-    table.add_row(
-        "generation", str(job["generation"]), f"failures {job['restarts']}, at most {job['max_restarts']} restarts"
-    )
+    most = "1 restart" if job["max_restarts"] == 1 else f"{job['max_restarts']} restarts"
+    table.add_row("generation", str(job["generation"]), f"failures {job['restarts']}, at most {most}")
     bar: RenderableType = ""
     if job["total_steps"]:
         bar = ProgressBar(total=job["total_steps"], completed=min(job["step"], job["total_steps"]), width=40)

@@ -19,6 +19,7 @@ from scripts.columns import aligned, duration
 from scripts.job_table import money
 from spotrun.document import Kept
 from spotrun.errors import JobNotFound, SpotrunError, TooLargeError, UnreadableError
+from spotrun.head import status
 from spotrun.head.costs import job_totals
 from spotrun.head.job_state import JobState
 from spotrun.head.journal import namesakes, stamped, state_keys
@@ -91,7 +92,7 @@ def row(job: JobState, origin: Provenance | None, said: Remarks) -> Row:
         "id": job.id,
         "name": job.name,
         "group": job.spec.group or "",
-        "phase": job.phase,
+        "phase": status.phase(job),
         "reason": job.reason,
         "tags": list(said.tags),
         "notes": len(said.notes),

@@ -49,6 +49,7 @@ def test_a_status_as_text() -> None:
     for piece in ("cluster c", "spot 1/2", "preempt: spot-0", "10/100", "spot-1", "no such machine in local-a now"):
         assert piece in text
     assert "no job" in display.text(status())
+    assert "failures 0, at most 1 restart\n" in display.text(status(max_restarts=1))
     assert "failures 4, at most 3 restarts" in display.text(status(phase="failed", restarts=4)), "it said 4 of 3"
 
 

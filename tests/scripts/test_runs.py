@@ -93,6 +93,15 @@ def test_mistakes(four: Store, where: str, sort: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_phase_is_that_of_the_other_commands(tmp_path: Path) -> None:
+    """`make status` says paused and queued. The state in the bucket says waiting."""
+    waiting = {"phase": "waiting", "generation": 1}
+    found = store(
+        tmp_path, job(1, **waiting, paused="paused by the operator"), job(2, phase="waiting"), job(3, **waiting)
+    )
+    assert [row["phase"] for row in runs.rows(found, "c")] == ["waiting", "queued", "paused"]
+
+
 def test_a_run_that_cannot_be_read_is_listed(four: Store) -> None:
     four.put("jobs/train-20261122-000009/state.json", b'{"cluster": "c", "phase": 5}')
     four.put("jobs/train-20261122-000008/state.json", b'{"cluster": "another", "phase": 5}')

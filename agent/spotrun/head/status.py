@@ -112,8 +112,6 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
     """The status of one job. It may have ended long ago: its state.json is enough."""
     progress = job.progress
     silent = view is not None and silence.since(view) is not None
-    waits = job.phase == "waiting" and job.generation == 0
-    phase = "paused" if job.paused and job.current is None and not job.ended_already else job.phase
     newest = [n.work.snapshot for n in view.nodes if n.work.snapshot] if view else []
     failure = None
     if job.failure:
@@ -123,7 +121,7 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "name": job.name,
         "group": job.spec.group,
         "priority": job.rank,
-        "phase": "silent" if silent else "queued" if waits else phase,
+        "phase": "silent" if silent else phase(job),
         "reason": job.reason,
         "generation": job.generation,
         "members": [member.node for member in job.members],
@@ -155,6 +153,13 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "cost_to_end": cost_to_end(job),
         "account": [line.model_dump() for line in job.account],
     }
+
+
+def phase(job: JobState) -> str:
+    """A job's phase in the words of operators."""
+    if job.phase == "waiting" and job.generation == 0:
+        return "queued"
+    return "paused" if job.paused and job.current is None and not job.ended_already else job.phase
 
 
 def cost_to_end(job: JobState) -> float | None:
