@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -463,6 +465,15 @@ def test_a_line_of_a_machine_has_a_gap_while_the_machine_is_gone(site: Site, lef
     assert back == (whole if left_out else [[0, 5, 6, 500, 505, 510], [7, 7, None, 7, 7, 7]])
     assert gone == [[0, 5, 10, 11], [7, 7, 7, None]]  # so the legend shows no old value
     assert late == [[440, 445, 450], [7, 7, 7]]
+
+
+def test_a_time_has_a_date_if_it_is_not_today(site: Site) -> None:
+    site.open("run")
+    clock = "async ([at, seconds]) => (await import('/pages/dom.js')).clock(at, seconds)"
+    new_year = datetime(2026, 1, 1, 0, 3, 9, tzinfo=UTC).timestamp()
+    assert site.page.evaluate(clock, [new_year, True]) == "2026-01-01 00:03:09"
+    assert site.page.evaluate(clock, [new_year, False]) == "2026-01-01 00:03"
+    assert re.fullmatch("[0-9]{2}:[0-9]{2}", site.page.evaluate(clock, [time.time(), False]))
 
 
 def test_each_job_has_a_colour_of_its_own(site: Site) -> None:
