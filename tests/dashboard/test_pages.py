@@ -476,6 +476,16 @@ def test_a_time_has_a_date_if_it_is_not_today(site: Site) -> None:
     assert re.fullmatch("[0-9]{2}:[0-9]{2}", site.page.evaluate(clock, [time.time(), False]))
 
 
+def test_a_time_of_an_event_stays_in_one_line(site: Site) -> None:
+    event = {"at": time.time(), "kind": "machines", "job": "b", "text": "no on-demand pool has room; " * 30}
+    overview = {"jobs": [{"id": "b", "phase": "running"}], "nodes": [], "pools": [], "events": [event]}
+    site.open("cluster")
+    site.page.evaluate("text => stream.onmessage({ data: text })", json.dumps({"live": True, "overview": overview}))
+    expect(site.page.locator("time")).to_have_text(re.compile("^[0-9]{2}:[0-9]{2}:[0-9]{2}$"))
+    assert site.page.locator("time").evaluate("node => node.getClientRects().length") == 1
+    expect(site.page.locator(".tile").nth(2)).to_contain_text("1 has not ended")
+
+
 def test_each_job_has_a_colour_of_its_own(site: Site) -> None:
     """Up to eight jobs. A job keeps its colour when others come."""
     site.open("run")

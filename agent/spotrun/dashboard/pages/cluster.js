@@ -17,12 +17,13 @@ export function draw(state) {
 function tiles({ overview, live }) {
   const running = overview.nodes.filter((node) => node.state === "running").length;
   const active = overview.jobs.filter((each) => each.nodes?.length).length;
+  const unended = overview.jobs.length + (overview.jobs_left_out ?? 0);
   const unknown = overview.unpriced ? `, ${overview.unpriced} without a known price` : "";
   const tile = (title, value, more) => el("div", { class: "tile" }, el("span", {}, title), el("b", {}, value), el("small", {}, more));
   return el("div", { class: "tiles" },
     tile("Money per hour now", live ? money(overview.hourly) : "not known", live ? `for machines that run${unknown}` : "the head does not answer"),
     tile("Machines", live ? running : "not known", live ? `of ${overview.nodes.length} that the cloud lists` : "the head does not answer"),
-    tile("Jobs with nodes", live ? `${active} of ${overview.jobs.length}` : "not known", `${overview.jobs.length + (overview.jobs_left_out ?? 0)} have not ended`),
+    tile("Jobs with nodes", live ? `${active} of ${overview.jobs.length}` : "not known", `${unended} ${unended === 1 ? "has" : "have"} not ended`),
     tile("Cost of idle devices", money(overview.idle_cost), "machine time that no job paid for"),
     tile("Head", overview.head ? `number ${overview.head.epoch}` : "away", overview.cloud),
   );
