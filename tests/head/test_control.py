@@ -45,6 +45,7 @@ async def test_a_list_of_jobs_has_what_operators_want_to_know(world: World) -> N
     assert found == {
         "job": job, "id": job, "name": "toy", "group": "search", "priority": 3, "phase": "queued", "nodes": [],
         "min": 2, "max": 2, "step": 0, "total_steps": 0, "eta": None, "cost": None, "kept": None,
+        "conditions": [],
     }  # fmt: skip
 
 
