@@ -122,7 +122,8 @@ def test_jobs_are_changed_with_the_keyboard(cluster: Harness, chromium: Browser,
 
 
 HOVER = re.compile(
-    r"^(preempt of spot-[0-9]|kill of spot-[0-9]|grow) at step [0-9,]+\n[0-9.]+ s to the next step\n[0-9]+ steps lost\n"
+    r"^(preempt of spot-[0-9]|kill of spot-[0-9]|grow) at step [0-9,]+\n[0-9.]+ s to the next step\n"
+    r"[0-9]+ steps? lost\n"
     r"\$0\.[0-9]+ for lost steps and all node time until the next step, at the run's average price$"
 )
 
