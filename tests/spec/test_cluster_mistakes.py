@@ -79,7 +79,10 @@ CLUSTER_MISTAKES = {
     ),
     "text for a number": (
         CLUSTER.replace("max: 2", 'max: "2"'),
-        [":4: pools[0].max: '2': is not allowed; allowed: a whole number, at least 1"],
+        [
+            ":4: pools[0].max: '2': is not allowed; allowed: a whole number, at least 1;"
+            " YAML reads this as text: write 2, without quotes"
+        ],
     ),
     "several": (
         CLUSTER.replace("name: a", "name: 7").replace("max: 2", "max: 0"),

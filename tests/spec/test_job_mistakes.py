@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from spotrun.errors import SpecError
 from spotrun.spec import load_job
 from tests.spec.texts import LABEL, refusal
 
@@ -94,6 +95,13 @@ JOB_MISTAKES = {
         "script: train.py\nargs: [--fast, yes]\n",
         [":2: args[1]: true: YAML reads this as a boolean: put it in quotes; allowed: a list of texts"],
     ),
+    "a date among args": (
+        "script: train.py\nargs: [--day, 2026-11-29]\n",
+        [
+            ":2: args[1]: datetime.date(2026, 11, 29): YAML reads this as a date: put it in quotes;"
+            " allowed: a list of texts"
+        ],
+    ),
     "env of spotrun's own": (
         "script: train.py\nenv: {MASTER_PORT: 1}\n",
         [":2: env.MASTER_PORT: 1: is set by spotrun itself; allowed: a variable: its text; quote true, no, on"],
@@ -115,6 +123,20 @@ JOB_MISTAKES = {
     "priority out of bounds": (
         "script: train.py\npriority: 1001\n",
         [":2: priority: 1001: is not allowed; allowed: a whole number from -1000 to 1000"],
+    ),
+    "a number in quotes": (
+        'script: train.py\npriority: "5"\n',
+        [
+            ":2: priority: '5': is not allowed; allowed: a whole number from -1000 to 1000;"
+            " YAML reads this as text: write 5, without quotes"
+        ],
+    ),
+    "a number with an exponent, which is text in YAML": (
+        "script: train.py\nbudget: 1e3\n",
+        [
+            ":2: budget: '1e3': is not allowed; allowed: dollars, a number more than zero;"
+            " YAML reads this as text: write 1000, without quotes"
+        ],
     ),
     "priority in words": (
         "script: train.py\npriority: high\n",
@@ -200,3 +222,11 @@ def test_job_mistakes(text: str, expected: list[str], tmp_path: Path) -> None:
     path = folder / "job.yaml"
     path.write_text(text)
     assert refusal(load_job, path) == [f"{path}{line}".replace("{folder}", str(folder)) for line in expected]
+
+
+@pytest.mark.parametrize(("key", "meant"), [("gpus", "devices"), ("command", "script"), ("packages", "requirements")])
+def test_a_key_of_another_program_has_the_hint_what_it_is_called_here(key: str, meant: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "job.yaml").write_text(f"script: train.py\n{key}: 2\n")
+    with pytest.raises(SpecError, match=f"unknown key; .*; did you mean {meant}\\?$"):
+        load_job(tmp_path / "job.yaml")

@@ -242,6 +242,19 @@ def test_a_job_of_a_pipeline(tmp_path: Path) -> None:
     assert JobSpec.model_validate(job.model_dump(mode="json")) == job
 
 
+def test_arguments_and_variables_are_what_is_written(tmp_path: Path) -> None:
+    """YAML reads 16:9 as 969, 007 as 7, 1.10 as 1.1, and 2024_01 as 202401."""
+    (tmp_path / "train.py").touch()
+    written = ["16:9", "007", "1.10", "2024_01", "1e-3", "0.00001", ".5", "3"]
+    (tmp_path / "job.yaml").write_text(
+        f"script: train.py\nargs: [{', '.join(written)}]\nenv: {{VERSION: 2.10}}\nkeep: 2\nbudget: 1.50\n"
+    )
+    job = load_job(tmp_path / "job.yaml")
+    assert (list(job.args), job.env) == (written, {"VERSION": "2.10"})
+    assert (job.keep_checkpoints, job.budget) == (2, 1.5)
+    assert JobSpec.model_validate(job.model_dump(mode="json")) == job
+
+
 def test_a_number_under_keep_is_the_number_of_checkpoints() -> None:
     old = JobSpec.model_validate({"script": "a.py", "keep": 7})
     assert (old.keep_checkpoints, old.keep) == (7, ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import date
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -66,11 +67,25 @@ def folder(value: str) -> str:
     return "/".join(parts)
 
 
+class WrittenInt(int):
+    """A whole number of a YAML file. source: as it is written there, such as 007 or 16:9, which YAML reads as 969."""
+
+    source: str
+
+
+class WrittenFloat(float):
+    """A number of a YAML file that is not whole. source: as it is written there, such as 1.10."""
+
+    source: str
+
+
 def text(value: object) -> object:
-    """Numbers become text. Booleans are errors: YAML also reads yes, no, on and off as booleans."""
+    """Numbers become text, as they are written. Booleans are errors: YAML also reads yes, no, on and off as such."""
     if isinstance(value, bool):
         raise ValueError("YAML reads this as a boolean: put it in quotes")
-    return str(value) if isinstance(value, int | float) else value
+    if isinstance(value, date):
+        raise ValueError("YAML reads this as a date: put it in quotes")
+    return getattr(value, "source", str(value)) if isinstance(value, int | float) else value
 
 
 Duration = Annotated[float, BeforeValidator(parse_duration)]

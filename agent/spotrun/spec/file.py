@@ -7,6 +7,7 @@ description of the model's field. What the files are about is in the other modul
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
 from spotrun.errors import SpecError
+from spotrun.spec.fields import WrittenFloat, WrittenInt
 
 Place = tuple[str | int, ...]  # where a key is: ("pools", 0, "zone")
 Conflict = tuple[Place, str]  # and what is wrong with it
@@ -25,13 +27,32 @@ LIMIT = 256 << 10  # the most bytes of a file, and the most values in it
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads the keys on, off, yes, no, true and false as text. YAML 1.1 reads them as booleans."""
+    """Reads the keys on, off, yes, no, true and false as text. YAML 1.1 reads them as booleans.
+
+    Numbers know how they are written: arguments of a script must not change.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:bool":
                 key.tag = "tag:yaml.org,2002:str"
         return super().construct_mapping(node, deep)
+
+
+def _written_int(loader: _Loader, node: yaml.ScalarNode) -> WrittenInt:
+    number = WrittenInt(loader.construct_yaml_int(node))
+    number.source = node.value
+    return number
+
+
+def _written_float(loader: _Loader, node: yaml.ScalarNode) -> WrittenFloat:
+    number = WrittenFloat(loader.construct_yaml_float(node))
+    number.source = node.value
+    return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _written_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _written_float)
 
 
 class File:
@@ -111,13 +132,16 @@ class File:
         allowed = _allowed(field)
         if kind == "extra_forbidden":
             keys = list(parent.model_fields) if parent else []
-            return [self.say(place, f"unknown key; allowed: {', '.join(keys)}{nearest(str(place[-1]), keys)}")]
+            meant = getattr(parent, "MEANT", {}).get(place[-1])
+            hint = f"; did you mean {meant}?" if meant else nearest(str(place[-1]), keys)
+            return [self.say(place, f"unknown key; allowed: {', '.join(keys)}{hint}")]
         if kind == "missing":
             return [self.say(place, f"is missing; give {allowed}")]
         reason = str(context["error"]) if kind == "value_error" and str(context.get("error", "")) else "is not allowed"
         found, value = self._value(place)
         options = list(get_args(field.annotation)) if field is not None and kind == "literal_error" else []
         hint = nearest(str(value), [str(option) for option in options]) if found else ""
+        hint = hint or _as_number(value, allowed)
         return [self.say(place, f"{reason}; allowed: {allowed}{hint}")]
 
     def _value(self, place: Place) -> tuple[bool, object]:
@@ -231,6 +255,17 @@ def _allowed(field: Any) -> str:
     if field.description:
         return str(field.description)
     return ", ".join(str(option) for option in get_args(field.annotation))
+
+
+def _as_number(value: object, allowed: str) -> str:
+    """A hint for a number that YAML reads as text, because it has quotes, or is written like 1e3."""
+    if not isinstance(value, str) or "number" not in allowed:
+        return ""
+    try:
+        number = float(value)
+    except ValueError:
+        return ""
+    return f"; YAML reads this as text: write {number:.15g}, without quotes" if math.isfinite(number) else ""
 
 
 def _shown(value: object) -> str:

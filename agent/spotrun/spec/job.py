@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -126,7 +126,16 @@ class NodesSpec(Spec):
 
 
 class JobSpec(Spec):
-    """One training run. `script` is relative to the job file's folder, which is what reaches the nodes."""
+    """One training run. `script` is relative to the job file's folder, which is what reaches the nodes.
+
+    MEANT: keys that other programs have, and what they are called here.
+    """
+
+    MEANT: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("gpu", "gpus", "accelerators"), "devices"),
+        **dict.fromkeys(("command", "cmd", "entrypoint", "run"), "script"),
+        **dict.fromkeys(("pip", "packages", "dependencies"), "requirements"),
+    }
 
     name: Annotated[str, Strict(), AfterValidator(label(40))] = Field(default="job", description=LABEL.format(40))
     script: Annotated[str, Strict(), AfterValidator(_script)] = Field(
@@ -217,7 +226,7 @@ class JobSpec(Spec):
         if not isinstance(value, dict) or "keep_checkpoints" in value:
             return value
         number = value.get("keep")
-        if type(number) is int and number >= 1:
+        if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
             return {("keep_checkpoints" if key == "keep" else key): each for key, each in value.items()}
         return value
 
