@@ -72,6 +72,8 @@ def _verdict(job: Status) -> str:
 def _failure(failure: Status) -> list[str]:
     lines = [f"  rank {failure['rank']} on {failure['node']}: {failure['message']}"]
     lines += [f"    {line}" for line in (failure["traceback"] or "").rstrip().splitlines()]
+    if failure["message"].startswith("ModuleNotFoundError"):
+        lines.append("  a package must be in `requirements` of the job file, and your own modules in its folder")
     if failure["stacks"]:
         lines.append(f"  the stacks of all ranks are in the bucket at {failure['stacks']}")
     return lines

@@ -96,6 +96,19 @@ def test_a_worker_may_leave_while_the_agent_reads_why_another_one_left(
 
 
 @pytest.mark.parametrize(
+    ("code", "said"),
+    [(2, "the script exited with code 2"), (-11, "ended by SIGSEGV")],
+    ids=["as argparse does", "with the stacks of a crash"],
+)
+def test_without_a_traceback_the_end_of_the_log_says_why_a_script_failed(code: int, said: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("\n".join(f"line {number}" for number in range(100)) + "\rerror: \x1b[1mno --lr\x1b[0m\n")
+    found = worker_failure.read(tmp_path / "control", log, 0, code)
+    assert found.message == said
+    assert found.traceback.splitlines() == [*(f"line {number}" for number in range(81, 100)), "error: no --lr"]
+
+
+@pytest.mark.parametrize(
     ("steps", "late", "stops", "obeyed"),
     [((50, 51), None, 53, 53), ((53, 52), 53, 56, 56), ((56, 56), 53, 56, 56)],
     ids=["in time", "one worker has passed it", "all workers have stopped after the last one"],

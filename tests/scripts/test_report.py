@@ -112,3 +112,9 @@ def test_the_closing_report_says_where_the_node_time_went() -> None:
     assert "     5.0%  after the last step: the end of the script" in calm
     newer = report.report({**job, "node_time": {"napping": 12.0}})
     assert newer.endswith("\n   100.0%  napping"), "a kind that this version does not know"
+
+
+def test_the_closing_report_says_where_a_missing_module_must_be() -> None:
+    failure = FAILURE | {"message": "ModuleNotFoundError: No module named 'einops'"}
+    shown = report.report(status(phase="failed", failure=failure)["job"])
+    assert "a package must be in `requirements` of the job file, and your own modules in its folder" in shown

@@ -15,16 +15,37 @@ from pydantic import ValidationError
 from spotrun.spec import JobSpec
 from spotrun.state import exit_note
 from spotrun.state.control import EXIT_PEER, Control
+from spotrun.text import clean
 from spotrun.wire import Failure
 
-TAIL = 1 << 16  # bytes at the end of a log that are searched for NCCL's reason
+TAIL = 1 << 16  # bytes at the end of a log that are searched for NCCL's reason, or for the last lines
+LINES = 20  # lines at the end of a log that stand for a traceback, if there is none
 
 
 def read(control: Path, log: Path, rank: int, code: int) -> Failure:
     """The failure that a worker has reported; without a report, what its exit code means.
 
-    control: path of its control block. log: path of its output.
+    If the script or a signal has ended the worker without a traceback, as `sys.exit` does, the failure has the end of
+    the log instead. control: path of its control block. log: path of its output.
     """
+    found = _reported(control, log, rank, code)
+    if found.traceback or found.kind not in ("user", "signal"):
+        return found
+    lines = clean(_tail(log).decode(errors="replace")).rstrip().splitlines()[-LINES:]
+    return found.replace(traceback="\n".join(lines)[-exit_note.TRACEBACK :])
+
+
+def why_hung(controls: Iterable[Control], spec: JobSpec) -> str:
+    """What the workers of a generation, which hang, have not done in time."""
+    known = [(each.entered, each.step > max(each.base, 0)) for each in controls]
+    if any(stepped for _, stepped in known):
+        return f"no step was completed for {spec.hang_timeout:g} s (hang_timeout in the job file)"
+    entered = any(at for at, _ in known)
+    missing = "no step was completed" if entered else "the script has not called spotrun.init"
+    return f"{missing} in the first {spec.start_timeout:g} s (start_timeout in the job file)"
+
+
+def _reported(control: Path, log: Path, rank: int, code: int) -> Failure:
     with contextlib.suppress(OSError, ValueError, TypeError, ValidationError):
         found = Failure(**json.loads(exit_note.path_for(control).read_text()))
         # The script may have written any text there, and one report has all jobs of the node.
@@ -43,16 +64,6 @@ def read(control: Path, log: Path, rank: int, code: int) -> Failure:
     if code == EXIT_PEER:
         return failure("peer", "a collective failed")
     return failure("user", f"the script exited with code {code}")
-
-
-def why_hung(controls: Iterable[Control], spec: JobSpec) -> str:
-    """What the workers of a generation, which hang, have not done in time."""
-    known = [(each.entered, each.step > max(each.base, 0)) for each in controls]
-    if any(stepped for _, stepped in known):
-        return f"no step was completed for {spec.hang_timeout:g} s (hang_timeout in the job file)"
-    entered = any(at for at, _ in known)
-    missing = "no step was completed" if entered else "the script has not called spotrun.init"
-    return f"{missing} in the first {spec.start_timeout:g} s (start_timeout in the job file)"
 
 
 def _abort_reason(log: Path) -> str:
