@@ -34,7 +34,8 @@ def table(rows: Iterable[Row], now: float) -> Table:
     """
     found = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("job", "priority", "phase", "nodes", "devices", "step", "end", "cost", "why"):
-        found.add_column(title, justify="right" if title in _NUMBERS else "left")
+        # An id that is cut off, or on two lines, could not be copied.
+        found.add_column(title, justify="right" if title in _NUMBERS else "left", no_wrap=title == "job")
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(str(row.get("group") or ""), []).append(row)

@@ -150,6 +150,12 @@ def test_a_kept_node_of_an_older_agent_has_no_folders() -> None:
     assert "run it again" not in shown
 
 
+def test_the_id_of_a_job_is_whole_beside_a_long_reason() -> None:
+    """A person copies it into a command."""
+    job = "a-name-of-thirty-characters-or-20261129-081415"
+    assert job in listing([row(job, phase="failed", reason="a reason of some words " * 20)])
+
+
 def test_a_list_of_jobs_says_who_keeps_a_node() -> None:
     shown = " ".join(listing([row("digits-1", phase="failed", reason="boom", kept=KEPT)]).split())
     assert "boom; keeps spot-1 until 2026-11-22 23:30:05 UTC" in shown
