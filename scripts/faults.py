@@ -20,6 +20,10 @@ class Fault:
     at: float
     share: bool = False
 
+    def __str__(self) -> str:
+        """kill@120, kill@60%"""
+        return f"{self.kind}@{self.at * 100:g}%" if self.share else f"{self.kind}@{self.at:g}"
+
 
 def parse(text: str) -> list[Fault]:
     """The faults, in the order in which they are due. Raises `SpotrunError`."""

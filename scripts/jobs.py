@@ -80,6 +80,8 @@ def follow(
         except (Unreachable, StoreError) as error:
             absence.endure(error)
         if last is not None and last["phase"] in ENDED:
+            if todo and last["phase"] == "succeeded":
+                display.say(f"the job ended before {', '.join(map(str, todo))}: no node was taken away for that")
             return document
         time.sleep(_PAUSE)
 

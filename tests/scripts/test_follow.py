@@ -132,6 +132,14 @@ def test_a_refused_fault_is_reported(standin: Machines) -> None:
     assert seen.said[1] == "could not take spot-1 away: there is no node spot-1"
 
 
+def test_faults_that_did_not_come_are_named(standin: Machines) -> None:
+    """The script may end early. Then a trial of faults has shown nothing."""
+    standin.write(follow_1=[status(**SUCCEEDED)])
+    seen = Recorder()
+    jobs.follow(standin.access, None, seen, faults.parse("preempt@25.5%,kill@600"))
+    assert seen.said == ["the job ended before preempt@25.5%, kill@600: no node was taken away for that"]
+
+
 @pytest.mark.parametrize("text", ["kill", "kill@", "kill@-1", "freeze@3", "kill@120%", "kill@3 preempt@4", "kill@3,"])
 def test_malformed_faults(text: str) -> None:
     with pytest.raises(SpotrunError, match=r"FAULTS: .*allowed: kind@step or kind@share%"):
