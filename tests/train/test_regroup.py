@@ -274,7 +274,7 @@ def test_what_a_tracked_object_of_the_script_keeps_is_tracked(tmp_path: Path, mo
         each.step()
     assert not membership.obstacle
     lr_scheduler.StepLR(optimizer, 5)
-    assert membership.obstacle == "run.track does not name the StepLR"
+    assert membership.obstacle == "run.track does not name the StepLR, so its state is not saved"
 
 
 def test_a_scaler_in_the_set_up_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +295,7 @@ def test_a_scaler_in_the_set_up_is_no_obstacle(tmp_path: Path, monkeypatch: pyte
     assert not membership.obstacle
     membership.look_at([optimizer], [])
     step()
-    assert membership.obstacle == "run.track does not name the GradScaler"
+    assert membership.obstacle == "run.track does not name the GradScaler, so its state is not saved"
 
 
 def test_a_script_that_captures_a_graph_on_a_gpu_needs_a_restart(

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 import spotrun
 from bench.processes import STANDALONE
@@ -48,6 +49,33 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_seed_is_a_whole_number(seed: Any) -> None:
     with pytest.raises(SpotrunError, match=r"spotrun\.init\(seed=.*\): give a whole number"):
         spotrun.init(seed=seed)
+
+
+@pytest.mark.parametrize("epochs", ["5", None, 1.5])
+def test_a_number_of_epochs_is_a_whole_number(epochs: Any) -> None:
+    """An argument of a script is text, if its parser is not told otherwise."""
+    with pytest.raises(SpotrunError, match=r"run\.epochs\(.*\): give a whole number"):
+        next(spotrun.init().epochs(epochs))
+
+
+def test_an_epoch_without_steps_is_said_once(alone: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing would be saved, and an interruption would lose everything."""
+    run = spotrun.init()
+    run.track(model=run.ddp(nn.Linear(1, 1)))
+    for _ in run.epochs(3):
+        pass
+    settle(run)
+    assert [each.message for each in caplog.records if each.name == "spotrun.train.batches"] == [
+        "epoch 0 had no step, so no snapshot is taken: go through the batches with run.steps(loader)"
+    ]
+
+
+def test_a_process_that_a_worker_has_started_is_no_worker(alone: Path) -> None:
+    """It would train under the worker's rank, and write its snapshots. `torch.multiprocessing.spawn` does so."""
+    spotrun.init()
+    command = [sys.executable, "-c", "import spotrun; spotrun.init()"]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (child.returncode, "a worker has started this process" in child.stderr) == (1, True), child.stderr
 
 
 def test_odd_numbers_that_plain_scripts_may_use(alone: Path) -> None:
@@ -280,6 +308,10 @@ def test_mistakes_are_said_clearly(alone: Path) -> None:
         run.track()
     with pytest.raises(SpotrunError, match=r"run\.track\(note=…\): a str has no state_dict"):
         run.track(note="x")  # type: ignore[arg-type]
+    with pytest.raises(SpotrunError, match=r"a DataLoader has no .*; leave it out, and track its ElasticSampler"):
+        run.track(loader=loader)  # type: ignore[arg-type]
+    with pytest.raises(SpotrunError, match=r"a DistributedSampler has no .*; use spotrun\.ElasticSampler"):
+        run.track(sampler=DistributedSampler(data, 1, 0))  # type: ignore[arg-type]
     with pytest.raises(SpotrunError, match="nothing is tracked"):
         next(iter(run.steps(loader)))
     run = spotrun.init()

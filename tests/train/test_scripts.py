@@ -151,8 +151,8 @@ def test_a_set_up_that_depends_on_the_number_of_workers_needs_a_restart(
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        ("unnamed_optimizer", "run.track names no optimizer of a model (Sequential)"),
-        ("unnamed_scheduler", "run.track does not name the CosineAnnealingWarmRestarts"),
+        ("unnamed_optimizer", "run.track names no optimizer of a model (Sequential), so its state is not saved"),
+        ("unnamed_scheduler", "run.track does not name the CosineAnnealingWarmRestarts, so its state is not saved"),
     ],
 )
 def test_what_a_newcomer_would_not_have_needs_a_restart(job: Regroups, script: str, why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -33,6 +34,19 @@ class Batch(NamedTuple):
     @property
     def padding(self) -> bool:
         return self.samples == 0
+
+
+def whole_number(value: object, call: str) -> int:
+    """The value, which the script gives to this call, as an int. Raises `SpotrunError`."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise SpotrunError(f"{call}: give a whole number") from None
+
+
+def warn_of_no_steps(epoch: int) -> None:
+    """Say that the script has gone through this epoch, its first one, without `run.steps`."""
+    log.warning("epoch %d had no step, so no snapshot is taken: go through the batches with run.steps(loader)", epoch)
 
 
 def check(loader: Any, tracked: Collection[object]) -> None:

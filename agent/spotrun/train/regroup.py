@@ -147,7 +147,8 @@ class Membership:
         for model in self._models:  # it need not optimize all layers of a model
             trained = {id(each) for each in model.parameters() if each.requires_grad and id(each) in self._saved}
             if trained and trained.isdisjoint(optimized):
-                self.restarts(f"run.track names no optimizer of a model ({type(model.module).__name__})")
+                name = type(model.module).__name__
+                self.restarts(f"run.track names no optimizer of a model ({name}), so its state is not saved")
 
     def restarts(self, why: str) -> None:
         """From now on, this worker does not join another generation without a restart."""
@@ -272,7 +273,8 @@ class Membership:
             if self._tracked and not any(each is item for each in self._tracked):
                 scaler = isinstance(item, torch.amp.GradScaler)
                 if not scaler or item.is_enabled():
-                    self.restarts(f"run.track does not name the {'GradScaler' if scaler else type(item).__name__}")
+                    name = "GradScaler" if scaler else type(item).__name__
+                    self.restarts(f"run.track does not name the {name}, so its state is not saved")
             return step(item, *args, **options)
 
         return noted

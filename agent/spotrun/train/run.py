@@ -6,7 +6,6 @@ The same script runs under plain `python` (one process), under `torchrun`, and u
 
 from __future__ import annotations
 
-import operator
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -45,13 +44,12 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
     seed: of all random numbers in this job. backend: of the process group; default: gloo, and NCCL for CUDA tensors.
     """
     entered = time.time()
-    try:
-        seed = operator.index(seed)
-    except TypeError:
-        raise SpotrunError(f"spotrun.init(seed={seed!r}): give a whole number") from None
+    seed = batches.whole_number(seed, f"spotrun.init(seed={seed!r})")
     context, control = Context.from_env(), None
     if context is not None:
         control = Control(Path(context.control))
+        if control.pid == os.getppid():  # it would write the worker's snapshots and numbers
+            raise SpotrunError("spotrun.init: a worker has started this process. spotrun starts all workers itself")
         control.entered = entered
         control.seed = seed if abs(seed) < 1 << 62 else NONE
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -197,6 +195,7 @@ class Run:
 
         A second loop counts on: `run.epochs(8)` after `run.epochs(5)` has three epochs.
         """
+        n = batches.whole_number(n, f"run.epochs({n!r})")
         if n <= self._ended:
             more = f"a loop continues the count of the one before. For {n} more, write run.epochs({self._ended + n})"
             raise SpotrunError(f"run.epochs({n}) after run.epochs({self._ended}) has no epochs: {more}")
@@ -208,6 +207,9 @@ class Run:
                 self._state.epoch, self._state.consumed = epoch, 0
             reseed(self._state.seed, "body", epoch)
             yield epoch
+            if self._stepped is None and self._control is not None:
+                batches.warn_of_no_steps(epoch)
+                self._stepped = epoch  # once is enough
         # The head puts the finished state into the bucket. A job that restores it has no epoch left.
         if begun:
             self._state.epoch, self._state.consumed = n, 0

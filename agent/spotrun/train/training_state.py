@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Sampler
 
 from spotrun.errors import SpotrunError
 from spotrun.state import slots
@@ -29,6 +30,15 @@ class Tensors(Protocol):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether somebody else may overwrite the tensor."""
+
+
+def _instead(item: object) -> str:
+    """What to track in place of this object, for the end of a message."""
+    if isinstance(item, Sampler):
+        return "; use spotrun.ElasticSampler, or leave the sampler out of run.track"
+    if isinstance(item, DataLoader):
+        return "; leave it out, and track its ElasticSampler"
+    return "; put it into an object that has both"
 
 
 class TrainingState:
@@ -54,6 +64,7 @@ class TrainingState:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise SpotrunError(
                     f"run.track({name}=…): a {type(item).__name__} has no state_dict() and load_state_dict()"
+                    f"{_instead(item)}"
                 )
         self.objects = objects
 
