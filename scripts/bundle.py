@@ -35,6 +35,7 @@ ALWAYS_OUT = {".git", ".venv", "__pycache__", ".spotrun"}
 FRESH = 1800.0  # seconds; an older object is sent again, as a head may be about to remove it (`head/code_sweep.py`)
 OWN, GIT = ".spotrunignore", ".gitignore"
 _SHOWN = 3  # files in a message
+_LESS = f"Exclude what the job does not need in {GIT} or {OWN}; for data, see docs/training.md#data"
 
 
 @dataclass(frozen=True)
@@ -137,16 +138,13 @@ def files(folder: Path, limit: int = limits.BYTES) -> list[Path]:
     found = sorted(wanted)
     sizes = {name: (root / name).lstat().st_size for name in found}
     if len(found) > limits.FILES:
-        raise SpotrunError(
-            f"{folder}: {len(found)} files; a bundle may have at most {limits.FILES}. Put data into the bucket, and"
-            f" exclude other files that the job does not need in {GIT} or {OWN}"
-        )
+        raise SpotrunError(f"{folder}: {len(found)} files; a bundle may have at most {limits.FILES}. {_LESS}")
     if sum(sizes.values()) > limit:
         largest = sorted(found, key=lambda name: -sizes[name])[:_SHOWN]
         shown = ", ".join(f"{name} ({_size(sizes[name])})" for name in largest)
         raise SpotrunError(
             f"{folder}: {_size(sum(sizes.values()))} of files; a bundle may have at most {_size(limit)}. The largest:"
-            f" {shown}. Put data into the bucket, and exclude other files that the job does not need in {GIT} or {OWN}"
+            f" {shown}. {_LESS}"
         )
     _refuse_secrets(folder, root, [name for name in found if not wanted[name]])
     return found
