@@ -674,6 +674,14 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         ),
         (again(A, B),),
     ),
+    "the same, and the newcomer is back, but it still ends the workers that it had: the others go on": (
+        view(
+            apply(growing(A, B), EndGeneration(GROW), NOW - 1),
+            *(waits(each, generation=2, workers=GROUPED) for each in (A, B)),
+            spare(C, phase="idle", store=""),
+        ),
+        (again(A, B),),
+    ),
     "the head sees only a member that leaves, and that has stopped: the others may train": (
         view(
             apply(able(A, B), Drain(56, MOVE, NOW + 60, next=again(A, cause=MOVE)), NOW - 5),

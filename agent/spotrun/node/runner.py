@@ -97,8 +97,12 @@ class Runner:
 
     @property
     def report(self) -> JobReport | None:
-        """What the last turn found; None: nothing. `devices` is as of now, because another job may have got them."""
-        return self._report and self._report.replace(devices=self._node.claims.devices(self.id))
+        """What the last turn found; None: nothing. `devices` is as of now, because another job may have got them.
+
+        While the job leaves, which can take seconds, no generation may count on its workers or its state.
+        """
+        found = JobReport(job=self.id) if self._leaving.is_set() else self._report
+        return found and found.replace(devices=self._node.claims.devices(self.id))
 
     def obey(self, order: JobOrder) -> None:
         """Take the newest order about this job."""

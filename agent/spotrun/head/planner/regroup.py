@@ -80,7 +80,8 @@ def catch_up(view: View) -> tuple[Action, ...]:
     nodes = [(member, known.get((member.node, member.boot))) for member in wanted.members]
     formed = any(worker.phases[2] for node in joined for worker in node.work.workers)  # then all members are there
     # After the drain's end, another job can get a node. Then the generation that the drain has named ends by itself.
-    there = view.blind() or all(node is not None and node.assigned for _, node in nodes)
+    # If that node gets back, it may still end the workers that it had: then it is idle.
+    there = view.blind() or all(node is not None and node.assigned and node.phase != "idle" for _, node in nodes)
     if formed and (job.draining is not None or there):
         return (begun,)
     if job.draining is None or view.blind():
