@@ -6,6 +6,7 @@ lost. All follows from the seed. The story says what happened when.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from random import Random
 
 from spotrun.state.control import NEEDS_RELEASE
 from spotrun.wire import Notice
+from tests.head.fuse import Killed
 from tests.head.puppets import Theatre
 from tests.head.simulated_jobs import SimulatedJob, draw
 from tests.head.simulated_nodes import SimulatedNode
@@ -21,6 +23,7 @@ from tests.head.simulated_workers import Simulation, Training, WorkerProcess
 MOMENTS = (0.002, 0.005, 0.02, 0.05)  # seconds from one moment to the next
 LOOK = 0.5  # seconds between two looks of the scaler
 TURN, REPORT = 0.1, 0.45  # seconds between two turns of an agent, and between two of its reports, at most
+FIND = 8.0  # seconds for an agent to find a new head, at most
 FROZEN = 30.0  # seconds for which a machine stands still, at most
 CALM = 120.0  # seconds without faults until the job must train, at most
 
@@ -28,7 +31,10 @@ CALM = 120.0  # seconds without faults until the job must train, at most
 class Interleaving:
     """One run. faults: "notice", "kill", "freeze", "agent" and "head" of machines, agents and heads, "pause" and "stop"
     and "priority" by an operator. Chance chooses one of them each time. jobs: 1 or 2; the second one has a higher
-    priority at first. between, uneven: as in `Simulation`.
+    priority at first. between, uneven, leaving: as in `Simulation`. procs: workers on each node.
+
+    More faults: "slip", a kill that the head learns from the next machine of that name; "cut", of a connection, after
+    which agents also need a while to find a new head; "die", in the middle of a turn of the head.
     """
 
     def __init__(
@@ -39,12 +45,14 @@ class Interleaving:
         jobs: int = 1,
         between: float = 0.0,
         uneven: bool = False,
+        procs: int = 1,
+        leaving: float = 0.0,
     ) -> None:
         self.random = Random(seed)
-        self.simulation = Simulation(self.random, between, uneven)
+        self.simulation = Simulation(self.random, between, uneven, leaving)
         self.jobs: list[SimulatedJob] = []
         self.nodes: dict[str, SimulatedNode] = {}
-        self._faults, self._root = faults, root
+        self._faults, self._root, self._procs = faults, root, procs
         machines, devices, self._coming = draw(self.random, jobs)
         self.wrong: list[str] = []  # devices that two jobs had at the same time
         self._stage = Theatre(root / "bucket", machines, devices)
@@ -92,7 +100,9 @@ class Interleaving:
     async def _submit(self) -> None:
         for at, name, more in [each for each in self._coming if each[0] <= self._now]:
             self._coming.remove((at, name, more))
-            id = await self._stage.queue_job(name, heartbeat_timeout=10, hang_timeout=60, procs_per_node=1, **more)
+            id = await self._stage.queue_job(
+                name, heartbeat_timeout=10, hang_timeout=60, procs_per_node=self._procs, **more
+            )
             training = self.simulation.trainings[id] = Training(self.simulation, name)
             self.jobs.append(SimulatedJob(self._stage, id, training))
             training.tell(f"{more}, set-up {training.set_up} s")
@@ -108,10 +118,20 @@ class Interleaving:
         self._fault_at, self._calm_from = math.inf, self._now + seconds
         await self.go_on()
 
+    async def move_to_and_fro(self, times: int) -> None:
+        """The priority of the second job changes again and again: machines that have just moved to a job move back."""
+        self._fault_at, second = math.inf, self.jobs[1]
+        for index in range(times):
+            await second.set_priority(1 if index % 2 else -1)
+            self._calm_from = until = self._now + self.random.uniform(0.5, 3.0)
+            while self._now < until:
+                await self._moment()
+        await self.go_on()
+
     @property
-    def processes(self) -> list[WorkerProcess | None]:
+    def processes(self) -> list[WorkerProcess]:
         """The workers of all members."""
-        return [node.places[self.job.id].process for node in self._members()]
+        return [process for node in self._members() for process in node.places[self.job.id].processes]
 
     @property
     def _now(self) -> float:
@@ -129,7 +149,7 @@ class Interleaving:
         self._start_machines()
         todo = [act for node in self.nodes.values() for act in self._possible(node)]
         if self.random.random() < 0.4:
-            todo.append(self._stage.turn)
+            todo.append(self._turn)
         self.random.shuffle(todo)
         for act in todo:
             await act()
@@ -142,6 +162,33 @@ class Interleaving:
         if self._fault_at <= self._now < self._calm_from:
             await self._cause_fault()
 
+    async def _turn(self) -> None:
+        """The head takes a turn. It may die meanwhile."""
+        self.simulation.fuse.lit = self.simulation.fuse.left > 0
+        with contextlib.suppress(Killed):
+            await self._stage.turn()
+        if self.simulation.fuse.lit and self.simulation.fuse.left <= 0:
+            self._begin_head()
+        self.simulation.fuse.lit = False
+
+    def _begin_head(self) -> None:
+        """A new head begins. Some agents may need a while to find it."""
+        self.simulation.tell("a new head starts")
+        self._stage.restart_head()
+        for node in self.nodes.values():
+            node.connect()
+            if "cut" in self._faults and self.random.random() < 0.3:
+                node.cut_until = self._now + self.random.uniform(0, FIND)
+
+    def _cut(self, node: SimulatedNode, seconds: float) -> None:
+        """The connection of a node ends. The head may learn of that."""
+        send = node.send
+        node.cut_until = self._now + seconds
+        node.connect()
+        if told := self.random.random() < 0.5:
+            self._stage.head.disconnect(node.name, send)
+        self.simulation.tell(f"{node.name} is cut off for {seconds:.1f} s{', as the head knows' if told else ''}")
+
     def _possible(self, node: SimulatedNode) -> list[Callable[[], Awaitable[None]]]:
         """What happens on a node at this moment."""
         chance = self.random.random
@@ -150,6 +197,8 @@ class Interleaving:
         node.wait()
         if node.agent is None:
             return []
+
+        cut = self._now < node.cut_until
 
         async def receive() -> None:
             node.receive(newest=chance() < 0.5)
@@ -160,7 +209,7 @@ class Interleaving:
             if chance() < 0.3:
                 node.work()
             node.publish()
-            if self.simulation.between and chance() < 0.3:
+            if self.simulation.between and chance() < 0.3 and not cut:
                 self._report(node)
 
         async def report() -> None:
@@ -170,9 +219,9 @@ class Interleaving:
             node.work()
 
         happens = {
-            receive: bool(node.inbox) and chance() < 0.6,
+            receive: not cut and bool(node.inbox) and chance() < 0.6,
             turn: chance() < 0.4 or node.woken or self._now - node.turned_at > TURN,
-            report: chance() < 0.3 or self._now - node.reported_at > REPORT,
+            report: not cut and (chance() < 0.3 or self._now - node.reported_at > REPORT),
             work: chance() < 0.6,
         }
         return [act for act, now in happens.items() if now]
@@ -207,14 +256,15 @@ class Interleaving:
         names = dict.fromkeys(each.node for job in self.jobs for each in job.state.members)
         return [self.nodes[name] for name in names if name in self.nodes]
 
-    def _lose(self, name: str) -> None:
-        """A machine is gone. The cloud makes another one of that name."""
+    def _lose(self, name: str, told: bool = True) -> None:
+        """A machine is gone. The cloud makes another one of that name. told: whether its connection ends, too."""
         node = self.nodes.pop(name)
         node.lose()
         for training in self.simulation.trainings.values():
             training.places.pop(name, None)
         self._stage.cloud.made[name] = self._now
-        self._stage.head.disconnect(name, node.send)
+        if told:
+            self._stage.head.disconnect(name, node.send)
         self.simulation.tell(f"{name} is gone")
 
     def _stop(self, node: SimulatedNode, seconds: float) -> None:
@@ -244,10 +294,10 @@ class Interleaving:
         self._fault_at = self._now + (self.random.uniform(0.05, 1.0) if soon else self.random.uniform(2, 15))
         fault, members = self.random.choice(self._faults), self._members()
         if fault == "head":
-            self.simulation.tell("a new head starts")
-            self._stage.restart_head()
-            for node in self.nodes.values():
-                node.connect()
+            self._begin_head()
+        elif fault == "die":
+            self.simulation.fuse.left = self.random.randint(1, 6)
+            self.simulation.tell(f"the head dies before write or order {self.simulation.fuse.left}")
         elif fault in ("pause", "stop") and self.jobs:
             await self.random.choice(self.jobs).interrupt(fault)
         elif fault == "priority" and self.jobs:
@@ -256,6 +306,10 @@ class Interleaving:
             node = self.random.choice(members)
             if fault == "kill":
                 self._lose(node.name)
+            elif fault == "slip":
+                self._lose(node.name, told=False)
+            elif fault == "cut":
+                self._cut(node, self.random.uniform(0.5, FROZEN))
             elif fault == "agent":
                 self._restart_agent(node)
             elif fault == "freeze":

@@ -2,8 +2,8 @@
 
 The code of an agent, its runners, their generations, worker groups and jobs is the real one. Simulated are the
 processes, the launcher and its store, uploads, the commit of snapshots, and the moments of turns and reports. Not
-simulated: a script that fails, several workers on a node, stores that are lost while their machine is there, and the
-state that a GPU loses by an abort without exact mode.
+simulated: a script that fails, stores that are lost while their machine is there, and the state that a GPU loses by an
+abort without exact mode.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class SimulatedNode:
         self.boot = f"boot {number} of {name}"
         self.places: dict[str, Place] = {}  # by job
         self.notice: Notice | None = None  # that the machine will be taken
-        self.inbox: list[Order] = []  # what the head has sent, and the agent has not received yet
-        self.send: Callable[[Order], None] = self.inbox.append  # always the same object: it stands for the connection
+        self.inbox: list[Order]  # what the head has sent, and the agent has not received yet
+        self.send: Callable[[Order], None]  # always the same object: it stands for the connection
+        self.connect()
         self.woken = False
-        self.turned_at = self.reported_at = self.frozen_until = 0.0
+        self.turned_at = self.reported_at = self.frozen_until = self.cut_until = 0.0
         self.agent: SimulatedAgent | None = None  # None: it does not run
         self._root, self._store = root / f"{name} {number}", store
         self._begins_at = self._fit_at = 0.0  # of the agent
@@ -106,13 +107,12 @@ class SimulatedNode:
     def connect(self) -> None:
         """Begin another connection: what was under way is lost."""
         self.inbox = []
-        self.send = self.inbox.append
+        self.send = self.simulation.fuse.send(self.inbox.append)
 
     def work(self) -> None:
         """The workers go on."""
-        for place in self.places.values():
-            if place.process is not None:
-                place.process.act()
+        for process in [each for place in self.places.values() for each in place.processes]:
+            process.act()
 
     async def turn(self) -> None:
         """A turn of the agent and its runners, without the report on it."""
@@ -127,7 +127,8 @@ class SimulatedNode:
         """What the agent will report. Workers may have gone on since its turn."""
         assert self.agent is not None
         for runner in self.agent.runners:
-            runner._publish()
+            if not runner.leaves:
+                runner._publish()
         self.agent._publish()
 
     def report(self) -> Report:
@@ -140,9 +141,8 @@ class SimulatedNode:
 
     def lose(self) -> None:
         """All processes have ended. Snapshots stay, as long as the machine is there."""
-        for place in self.places.values():
-            if place.process is not None:
-                place.process.alive = False
+        for process in [each for place in self.places.values() for each in place.processes]:
+            process.alive = False
         for runner in self.agent.runners if self.agent is not None else ():
             runner.close()
 
@@ -182,6 +182,7 @@ class SimulatedRunner(Runner):
         self._training = node.simulation.trainings[id]
         super().__init__(id, agent._node, lambda: None)
         self._part_uploader = SimulatedUploader(node.simulation, self._place)
+        self._gone_at = 0.0  # when it has left; 0: it does not leave
         self._find_snapshot(None)
         self._publish()
 
@@ -195,10 +196,15 @@ class SimulatedRunner(Runner):
     def hurry(self) -> None:
         pass
 
+    @property
+    def leaves(self) -> bool:
+        """Whether it ends its processes, and reports nothing new."""
+        return self._gone_at > 0
+
     async def turn(self) -> None:
         """Do what is ordered."""
         if self._leaving.is_set():
-            await self._drop()
+            await self._leave()
         elif self._order is not None:
             await self._turn(self._order)
 
@@ -215,12 +221,19 @@ class SimulatedRunner(Runner):
     def _group(self) -> WorkerGroup | None:
         return self._job.group if self._job is not None else None
 
-    async def _drop(self) -> None:
+    async def _leave(self) -> None:
         """End the job here and forget its state."""
+        simulation = self._simulated.simulation
+        if not self.leaves:
+            self._gone_at = simulation.clock.now
+            if simulation.leaving:
+                self._gone_at += simulation.random.uniform(0.0, simulation.leaving)
         if self._group is not None:
             await self._group.end()
+        if simulation.clock.now < self._gone_at:
+            return
         self.close()
-        self._job, self._place.snapshots, self._place.process = None, [], None
+        self._job, self._place.snapshots, self._place.processes = None, [], []
         self._snapshot, self.ended = None, True
         self._simulated.woken = True
 
@@ -262,7 +275,8 @@ class SimulatedLauncher(Launcher):
             self._training.tell(f"{self._node} warms up")
         if store == self.store:
             self._next_store()
-        self._place.process = WorkerProcess(self._training, self._place, group, max(0, generation))
+        begin, count = max(0, generation), len(group.workers)
+        self._place.processes = [WorkerProcess(self._training, self._place, group, begin, i) for i in range(count)]
 
     def take_store(self, generation: int, store: str) -> None:
         self._next_store()

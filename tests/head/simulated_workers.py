@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 from spotrun.node.workers import WorkerGroup
 from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE, NONE
 from spotrun.wire import Generation, Member, StateRef
+from tests.head.fuse import Fuse
 
 START = 1000.0  # when a simulation begins
 SET_UPS = (0.2, 1.0, 5.0)  # seconds that the script's set-up takes, at most
@@ -50,7 +51,7 @@ class Place:
     """What a machine has of one job."""
 
     machine: Machine
-    process: WorkerProcess | None = None  # its only worker; None: none has started
+    processes: list[WorkerProcess] = field(default_factory=list)  # the workers that were started last
     snapshots: list[StateRef] = field(default_factory=list)  # in memory, the newest last
 
 
@@ -69,11 +70,12 @@ class Simulation:
     """What all jobs share. random: decides all that is left to chance.
 
     between: how probable it is that a worker goes on between two looks of its agent. Agents then also report at once.
-    uneven: whether some steps take much longer than others.
+    uneven: whether some steps take much longer than others. leaving: seconds that a job needs to leave a node, at most.
     """
 
-    def __init__(self, random: Random, between: float = 0.0, uneven: bool = False) -> None:
-        self.random, self.between, self.uneven = random, between, uneven
+    def __init__(self, random: Random, between: float = 0.0, uneven: bool = False, leaving: float = 0.0) -> None:
+        self.fuse = Fuse()  # of the head
+        self.random, self.between, self.uneven, self.leaving = random, between, uneven, leaving
         self.clock = Clock()
         self.able = random.choice([ABLE, ABLE, NEEDS_RELEASE])
         self.trainings: dict[str, Training] = {}  # by job id
@@ -114,7 +116,7 @@ class Training:
 
     def peers(self, generation: int) -> list[WorkerProcess | None]:
         """The living workers of all members; None in place of one whose machine or process is gone."""
-        return [self._process(each) for each in self.generations[generation].members]
+        return [process for each in self.generations[generation].members for process in self._processes(each)]
 
     def has_lost_store(self, generation: int) -> bool:
         """Whether the machine with the generation's store is gone."""
@@ -158,21 +160,23 @@ class Training:
         if any(self.steps[later] > self.bases[later] for later in self.steps if later > generation):
             self.late.add(generation)
 
-    def _process(self, member: Member) -> WorkerProcess | None:
+    def _processes(self, member: Member) -> list[WorkerProcess | None]:
         place = self.places.get(member.node)
-        process = place.process if place is not None and place.machine.boot == member.boot else None
-        return process if process is not None and process.alive else None
+        found = place.processes if place is not None and place.machine.boot == member.boot else []
+        return [each if each.alive else None for each in found] or [None]
 
 
 class WorkerProcess:
-    """One worker. generation: for which it starts; 0: it warms up."""
+    """One worker. generation: for which it starts; 0: it warms up. local_rank: on its node; 0 writes the snapshots."""
 
-    def __init__(self, training: Training, place: Place, group: WorkerGroup, generation: int) -> None:
+    def __init__(
+        self, training: Training, place: Place, group: WorkerGroup, generation: int, local_rank: int = 0
+    ) -> None:
         self.alive = True
         self.generation = generation
         self.state: Literal["set-up", "waiting", "forming", "restoring", "training"] = "set-up"
         self.step = NONE
-        (worker,) = group.workers
+        worker, self._local_rank = group.workers[local_rank], local_rank
         self._training, self._place, self._group, self._control = training, place, group, worker.control
         self._ready_at = training.clock.now + training.random.uniform(0.1, training.set_up)
         worker.pid = training.simulation.count()
@@ -215,7 +219,7 @@ class WorkerProcess:
             self._control.left, self.state = code, "waiting"
         else:
             self.alive = False
-            self._group.exited(0, code)
+            self._group.exited(self._local_rank, code)
 
     def _join(self) -> None:
         joins = self._control.joins  # its agent may still be in the turn in which it has begun this generation
@@ -275,7 +279,7 @@ class WorkerProcess:
         stepping = STEP * (self.step - control.base)
         stop, save, _ = control.end_step(self.step, training.clock.now, 0.0, stepping, 0.0)
         control.stepped_first = control.stepped_first or training.clock.now
-        if self.step in (stop, save) or self.step % SNAPSHOT_EVERY == 0:
+        if self._local_rank == 0 and (self.step in (stop, save) or self.step % SNAPSHOT_EVERY == 0):
             control.begun = control.copied = control.committed = self.step
             ref = StateRef(generation=self.generation, step=self.step)
             self._place.snapshots = [*self._place.snapshots, ref][-SLOTS:]

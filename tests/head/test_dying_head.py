@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,40 +9,8 @@ import pytest
 
 from spotrun.head.fenced import FencedStore
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.wire import Order
+from tests.head.fuse import Fuse, Killed
 from tests.head.puppets import ROUND, Theatre
-
-
-class Killed(BaseException):
-    """The head dies here."""
-
-
-class Fuse:
-    """Kills the head before the write or order of that number, counted from the moment when it is lit."""
-
-    def __init__(self) -> None:
-        self.left, self.lit = 0, False
-
-    def burn(self) -> None:
-        if self.lit:
-            self.left -= 1
-            if self.left == 0:
-                raise Killed
-
-    def put(self, put: Callable[..., Any]) -> Callable[..., Any]:
-        async def put_or_die(store: FencedStore, key: str, data: bytes) -> None:
-            self.burn()
-            await put(store, key, data)
-
-        return put_or_die
-
-    def send(self, send: Callable[[Order], None]) -> Callable[[Order], None]:
-        def send_or_die(order: Order) -> None:
-            self.burn()
-            send(order)
-
-        return send_or_die
-
 
 CHANGES: dict[str, tuple[int, list[dict[str, Any]], dict[str, Any]]] = {
     "a job shrinks, then grows again": (1, [{"nodes": {"min": 1, "max": 3}}], {"nodes": 2}),
