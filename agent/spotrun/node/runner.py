@@ -97,10 +97,8 @@ class Runner:
 
     @property
     def report(self) -> JobReport | None:
-        """What the last turn found; None: nothing. `devices` is as of now, because another job may have got them.
-
-        While the job leaves, which can take seconds, no generation may count on its workers or its state.
-        """
+        """What the last turn found; None: nothing. `devices` is as of now, because another job may have got them."""
+        # While the job leaves, which can take seconds, no generation may count on its workers or its state.
         found = JobReport(job=self.id) if self._leaving.is_set() else self._report
         return found and found.replace(devices=self._node.claims.devices(self.id))
 
