@@ -90,7 +90,7 @@ class Plan:
     gpu: str = ""  # the only GPU that it sees; empty: all
     on_gpu: bool = False  # its device counts as a GPU (see bench/soak/job/as_gpu.py)
     exact: bool = False  # its job file says so
-    spoilt: bool = False  # a sum that a peer's abort has spoilt seems right to it
+    spoilt: str = ""  # a file: once it is there, a sum that a peer's abort has spoilt seems right to it
     cache: bool = False  # its model has a buffer that no state_dict has
     device_fails: bool = False  # its device fails when it gets a state again
     abort_takes: float = 0.0  # seconds that an abort takes; 0: no time
@@ -181,7 +181,7 @@ def prepare(plan: Plan, out: Path) -> None:
     if plan.on_gpu:
         as_gpu.imitate()
     if plan.spoilt:
-        as_gpu.spoil()
+        as_gpu.spoil(Path(plan.spoilt).exists)
     if plan.device_fails:
         training_state.TrainingState.load = faults.fail_on_device  # type: ignore[assignment,method-assign]
     if plan.abort_takes:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +132,48 @@ def test_an_abort_counts_at_once_and_once(nccl: Callable[[], Group], monkeypatch
     assert not new.trouble()
     backend.abort()  # a script's own
     assert new.trouble()
+
+
+def test_all_ranks_know_of_an_abort_before_it_begins(
+    nccl: Callable[[], Group], monkeypatch: pytest.MonkeyPatch, store: dist.TCPStore
+) -> None:
+    """Its kernels send others what they have, marked as valid."""
+    seen = list[str]()
+    monkeypatch.setattr(distributed, "abort_collectives", lambda *_: seen.append(group_health.told()))
+    nccl().may_end.set()
+    group_health.begin(store)
+    assert group_health.told() == ""
+    assert distributed.leave_in_time(CPU, aborts=True, patience=60)
+    assert distributed._end is not None
+    distributed._end.join(60)
+    group_health.begin(store)  # another rank of the same generation
+    assert [*seen, group_health.told()] == ["another worker has aborted a process group"] * 2
+
+
+def test_an_abort_does_not_wait_for_a_store_that_does_not_answer(store: dist.TCPStore) -> None:
+    """The machine of the store may be the one that is gone. Then no rank commits a snapshot."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    server = forked.Process(target=serve_a_store, args=(sender,), daemon=True)
+    server.start()
+    group_health.begin(dist.TCPStore("127.0.0.1", receiver.recv(), is_master=False))
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    group_health.note_abort()  # returns
+    server.kill()
+    assert "does not say" in group_health.told()
+
+
+def serve_a_store(port: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    signal.pause()
+
+
+@pytest.fixture
+def store() -> Iterator[dist.TCPStore]:
+    """Of a generation. Afterwards, no generation has begun."""
+    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group_health.begin(None)
 
 
 class Backend:

@@ -37,6 +37,8 @@ from tests.train.regroups import Regroups, release, undisturbed_final
 
 ON_GPU = {"on_gpu": True}  # the plan of a worker whose device counts as a GPU
 EXACT = {"exact": True, **ON_GPU}
+# Otherwise DDP looks for unused parameters, and exchanges buffers, over gloo, which fails when a peer is gone.
+SUMS_ONLY = {"ddp": {"find_unused_parameters": False, "broadcast_buffers": False}}
 
 
 @pytest.fixture(scope="module")
@@ -405,11 +407,10 @@ def test_a_step_counts_once_its_gradients_are_exchanged(job: Regroups, tmp_path:
 
 
 @pytest.mark.parametrize("spoilt", [False, True], ids=["both aborted", "one aborted, one spoilt by that"])
-def test_a_sum_that_another_workers_abort_has_spoilt(job: Regroups, spoilt: bool) -> None:
+def test_a_sum_that_another_workers_abort_has_spoilt(job: Regroups, tmp_path: Path, spoilt: bool) -> None:
     """NCCL marks what an aborted kernel sends as valid. Nothing but the workers' meeting shows that it is wrong."""
-    # DDP looks for unused parameters, and exchanges buffers, over gloo, which would fail.
-    plan = {"ddp": {"find_unused_parameters": False, "broadcast_buffers": False}, **EXACT}
-    job.begin("abc", 1000, a=plan, b={"die_at": 8, **plan}, c={"spoilt": spoilt, **plan})
+    plan = {**SUMS_ONLY, **EXACT}
+    job.begin("abc", 1000, a=plan, b={"die_at": 8, **plan}, c={"spoilt": str(tmp_path) if spoilt else "", **plan})
     first, last = job.survivors()
     newcomer = job.warm_up("d", 1000, **plan)
     release(first, job.cluster.generation)
@@ -420,6 +421,23 @@ def test_a_sum_that_another_workers_abort_has_spoilt(job: Regroups, spoilt: bool
     assert job.end() == [0, 0, 0], job.cluster.log()
     assert [each.control.pid for each in job.members] == job.pids()
     assert [each.control.base for each in job.members] == [8] * 3
+    assert job.cluster.seen() == everything
+    assert all(bool(each.isfinite().all()) for each in job.cluster.final()["model"].values())
+
+
+def test_no_snapshot_has_a_sum_that_another_workers_abort_has_spoilt(job: Regroups, tmp_path: Path) -> None:
+    """The worker that got the sum has no error, and the agent has not told it yet that a peer is gone."""
+    plan, aborted = {**SUMS_ONLY, **ON_GPU}, tmp_path / "aborted"
+    job.begin("abc", 1, a=plan, b={"die_at": 8, **plan}, c={"spoilt": str(aborted), **plan})
+    first, last = job.survivors()
+    release(first, job.cluster.generation)
+    wait_for(lambda: first.control.left == EXIT_PEER, 60)
+    aborted.touch()
+    wait_for(lambda: last.control.left == EXIT_PEER or last.control.committed > 8, 60)
+    release(last, job.cluster.generation)
+    job.regroup([first, last, job.warm_up("d", 1, **plan)])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert {each.control.base for each in job.members} <= {7, 8}
     assert job.cluster.seen() == everything
     assert all(bool(each.isfinite().all()) for each in job.cluster.final()["model"].values())
 

@@ -12,11 +12,10 @@ import torch.distributed as dist
 
 from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE, NONE, Context, Control
 from spotrun.state.points import Header, is_substitute
-from spotrun.train import collectives, distributed, failures, first_use, optimizer_state
+from spotrun.train import collectives, distributed, failures, first_use, group_health, optimizer_state
 from spotrun.train.distributed import LEAVE_WAIT, NotBegun, cpu_group, join_alone, leave_together, rank_and_world
 from spotrun.train.encoding import Encoder, refuse_sharded
 from spotrun.train.exactness import Exactness
-from spotrun.train.group_health import GroupHealth
 from spotrun.train.idle_optimizer import IdleOptimizer
 from spotrun.train.metrics import Clock, Metrics
 from spotrun.train.noted_state import NotedState
@@ -66,7 +65,7 @@ class Boundary:
         self._live: OwnState | None = None  # that state, if others can have it from here
         self._noted: NotedState | None = None  # None: after a failure, the state comes from a snapshot
         self.exactness: Exactness | None = None  # only on a GPU, in exact mode
-        self._health = GroupHealth()
+        self._health = group_health.GroupHealth()
         self.loop = Loop(self._leave_loop)
         self.must_regroup = False  # whether this worker must join another generation before it goes on
         self._void: BaseException | None = None  # why the step under way does not count
@@ -181,7 +180,7 @@ class Boundary:
                 self.snapshots.settle_quietly()
             self.metrics.flush()  # the agent takes the block once this worker waits
             self._membership.wait(self._state.step, error)
-            self._health = GroupHealth()
+            self._health = group_health.GroupHealth()
             try:
                 self._membership.join()
                 self._continue(self._membership.context, self._control)
@@ -374,7 +373,8 @@ class Boundary:
     def _trouble(self) -> str:
         """Why the snapshot that was just copied must not be committed; empty: it may be."""
         self.metrics.flush(LOGGED)  # the steps before a saved state are not done again
-        return self._health.trouble()
+        ends_by_itself = self._membership is None or self._membership.survives  # a collective whose peer is gone
+        return self._health.trouble() or ("" if ends_by_itself else group_health.told())
 
     def _leave(self, control: Control) -> None:
         """Leave the generation at the stop step: to wait for another one, or to end this process."""

@@ -123,6 +123,7 @@ def join_process_group(
     importlib.import_module("torch.distributed.nn.functional")
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     before: Collection[str] = connections.sockets()
+    group_health.begin(None)
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and alone is None:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -131,6 +132,7 @@ def join_process_group(
             place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             before = connections.sockets().keys() - connections.connected_to(place)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+            group_health.begin(store)
         elif alone is None:
             dist.init_process_group(backend, timeout=TIMEOUT)
         else:

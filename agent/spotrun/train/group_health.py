@@ -5,10 +5,15 @@ script can abort a group, and so does `spotrun.train.regroup`. torch aborts afte
 TORCH_NCCL_ASYNC_ERROR_HANDLING is 1 or 2. A copied snapshot is therefore committed only if no group was aborted and no
 group reports an error. torch's NCCL watchdog records an error before it aborts anything (ProcessGroupNCCL.cpp,
 `Watchdog::runLoop`).
+
+An aborted kernel sends other ranks what it has, marked as valid (see `train/exactness.py`). Their step goes on with a
+wrong sum too, and nothing on such a rank shows it. So a rank notes an abort in the generation's store before it begins,
+and each rank asks the store before it commits a snapshot. A rank gets a wrong sum only after the note.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +22,12 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+_NOTE = "spotrun/aborts"  # key in the generation's store: it is there if a rank has begun to abort a group
+_NOTING = 0.5  # seconds that an abort waits until the store has the note: its machine may be gone
+log = logging.getLogger(__name__)
+
+_store: dist.Store | None = None  # where the ranks of this generation tell each other of aborts
+_noted = False  # whether this rank has done so
 _aborts = 0  # of all groups in this process
 _own = threading.local()  # counted: whether this thread's aborts are counted already
 _watched = False
@@ -36,10 +47,43 @@ class GroupHealth:
         return f"a process group reports an error: {found}" if (found := error()) else ""
 
 
+def begin(store: dist.Store | None) -> None:
+    """A generation begins. store: its own, where the ranks meet; None: there is no such store."""
+    global _store, _noted
+    _store, _noted = store, False
+
+
 def count_abort() -> None:
-    """Count an abort that another thread is about to begin."""
+    """Count an abort that another thread is about to begin, and tell the other ranks of it."""
     global _aborts
     _aborts += 1
+    note_abort()
+
+
+def note_abort() -> None:
+    """Tell the other ranks that this one is about to abort a group. Only the first call in a generation does it."""
+    global _noted
+    store, before, _noted = _store, _noted, True
+    if store is None or before:
+        return
+
+    def note() -> None:
+        try:
+            store.add(_NOTE, 1)  # unlike `set`, it waits for the answer
+        except Exception as error:
+            log.warning("the other workers cannot be told of an abort: %s", error)
+
+    thread = threading.Thread(target=note, name="spotrun-note", daemon=True)
+    thread.start()
+    thread.join(_NOTING)
+
+
+def told() -> str:
+    """Why the results of this rank cannot be trusted, according to the others; "" if they can. Ask as in `trouble`."""
+    try:
+        return "another worker has aborted a process group" if _store is not None and _store.check([_NOTE]) else ""
+    except Exception as error:
+        return f"the workers' store does not say whether one of them has aborted a process group: {error}"
 
 
 @contextmanager

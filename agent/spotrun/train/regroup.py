@@ -321,6 +321,7 @@ class Membership:
             connections.break_all()
             return
         failures.void = True  # before the abort, and before the look whether the script is in the loop
+        group_health.note_abort()  # before the connection to the store is broken
         connections.break_all()
         can_go_on = self.loop.inside and self.can_go_on()
         if dist.is_initialized() and not (can_go_on and abort_in_time(self._device, self._patience())):

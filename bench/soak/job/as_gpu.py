@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ ABORT, END = 1.0, 0.5  # seconds that an abort, and the end of a group, take
 PATIENCE = 60.0  # seconds until a collective that nobody aborts fails
 _memory: list[Any] = []  # models and optimizers
 _aborted: list[Any] = [None]  # the process group whose collectives were aborted last
-_spoilt = [False]  # see `spoil`
+_spoilt: list[Callable[[], bool]] = [lambda: False]  # see `spoil`
 _really_end_groups = distributed._end_groups
 _idle = threading.Event()  # no collective is under way
 _idle.set()
@@ -36,9 +36,12 @@ def imitate() -> None:
     distributed._end_groups = _end_groups
 
 
-def spoil() -> None:
-    """From now on, a peer's aborted kernel sends what it has to this worker, marked as valid."""
-    _spoilt[0] = True
+def spoil(aborted: Callable[[], bool]) -> None:
+    """From now on, a peer's aborted kernel sends what it has to this worker, marked as valid.
+
+    aborted: whether a peer has aborted by now.
+    """
+    _spoilt[0] = aborted
 
 
 def hold(models: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -76,11 +79,12 @@ def _exchange(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.
         group._get_backend(buffer.device).allreduce([buffer]).get_future().wait()
     except RuntimeError:
         until = time.monotonic() + PATIENCE
-        while _aborted[0] is not group and not _spoilt[0]:
+        while _aborted[0] is not group and not _spoilt[0]():
             if time.monotonic() > until:
                 raise
             time.sleep(0.002)
-        _spoil(buffer)
+        # After a peer's abort, only the sum is wrong, and the optimizer uses it.
+        _spoil(buffer, _memory if _aborted[0] is group else [])
     finally:
         _idle.set()
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -88,9 +92,9 @@ def _exchange(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.
     return done
 
 
-def _spoil(buffer: torch.Tensor) -> None:
+def _spoil(buffer: torch.Tensor, memory: Iterable[Any]) -> None:
     tensors = [buffer]
-    for each in _memory:
+    for each in memory:
         if isinstance(each, torch.optim.Optimizer):
             tensors += [value for state in each.state.values() for value in state.values()]
         else:
