@@ -125,6 +125,49 @@ def test_what_nvidia_has_put_in(devices: list[tuple[str, str]], gpu: int, switch
         assert done.returncode == code, what
 
 
+def scratch(folder: Path, array: str, label: str) -> list[str]:
+    """Run `scratch` on a machine with two disks of its own. array: what the system has made of them; label: its label.
+
+    Returns the calls of the programs that change disks. mdadm finds disks busy that are in an array.
+    """
+    disks, programs, calls = folder / "disks", folder / "programs", folder / "calls"
+    disks.mkdir()
+    programs.mkdir()
+    for index in range(2):
+        (disks / f"google-local-nvme-ssd-{index}").touch()
+        (folder / f"sys/class/block/google-local-nvme-ssd-{index}/holders" / array).mkdir(parents=True)
+    stand_ins = {name: f'echo "{name} $*" >>{calls}' for name in ("mkfs.ext4", "mount")}
+    stand_ins |= {"udevadm": "", "chown": "", "blkid": f"echo {label}"}
+    stand_ins["mdadm"] = f'echo "mdadm $1 $2" >>{calls}; [ "$1{array}" = --create ]'
+    for name, text in stand_ins.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    environment = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SPOTRUN_SCRATCH": str(folder / "target"),
+        "SPOTRUN_DISKS": str(disks),
+        "SPOTRUN_SYS": str(folder / "sys"),
+    }
+    done = subprocess.run([str(TOOLS / "scratch")], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [" ".join([call.split()[0], *call.split()[-2:]]) for call in calls.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("array", "label", "calls"),
+    [
+        ("", "", ["mdadm --assemble {new}", "mdadm --create {new}", "mkfs.ext4 {made} {new}", "mount {new} {target}"]),
+        ("md127", "spotrun-scratch", ["mount /dev/md127 {target}"]),
+        ("md127", "", ["mkfs.ext4 {made} /dev/md127", "mount /dev/md127 {target}"]),
+    ],
+    ids=["a new machine", "a restarted one", "one that had stopped before it had a file system"],
+)
+def test_the_machines_own_disks_are_one(array: str, label: str, calls: list[str], tmp_path: Path) -> None:
+    """The initramfs puts an array together under a name that it gives to arrays of other hosts."""
+    told = {"new": "/dev/md/spotrun-scratch", "made": "lazy_itable_init=1,nodiscard", "target": tmp_path / "target"}
+    assert scratch(tmp_path, array, label) == [call.format(**told) for call in calls]
+
+
 PREEMPTED = "GET /computeMetadata/v1/instance/preempted"
 CHANGE = f"{PREEMPTED}?wait_for_change=true&timeout_sec=2"
 FLAVOUR = ("Metadata-Flavor", "Google")
