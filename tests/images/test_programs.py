@@ -86,6 +86,23 @@ def test_a_request_without_an_answer_is_no_answer(request_of_ec2: str, first: tu
         assert ask("node", both) == 0
 
 
+@pytest.mark.parametrize(
+    ("answers", "request_of_role"),
+    [
+        (gce("head"), f"GET /computeMetadata/v1/instance/attributes/{names.ROLE}"),
+        (ec2("head"), f"GET /latest/meta-data/tags/instance/{names.ROLE}"),
+    ],
+    ids=["gce", "ec2"],
+)
+def test_a_role_that_is_not_there_yet_is_waited_for(answers: dict[str, Any], request_of_role: str) -> None:
+    """A group tags its machines, and the metadata server may learn of the tags after the machine has asked."""
+    flavour = answers[request_of_role][0]
+    answers[request_of_role] = iter([*[(flavour, 404, "")] * 5, answers[request_of_role]]).__next__
+    with answering(answers) as host:
+        both = {"GCE_METADATA_HOST": host, "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{host}/"}
+        assert ask("head", both) == 0
+
+
 def test_the_role_is_waited_for() -> None:
     """The network may come up later."""
     with socket.socket() as placeholder:
