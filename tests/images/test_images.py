@@ -163,6 +163,14 @@ def test_a_service_is_for_its_role_and_watched(unit: str, role: str) -> None:
     assert int(found["WatchdogSec"][0]) >= 10
 
 
+def test_fabric_manager_finds_the_driver_loaded() -> None:
+    """It ends for good without the driver: nothing restarts it, because on H100 that takes a reset of the GPUs."""
+    found = options("nvidia-fabricmanager.service.d/spotrun.conf")
+    assert found["ExecCondition"] == ["/usr/lib/spotrun/has-nvidia nvswitch"]  # systemd runs this first
+    assert found["ExecStartPre"] == ["-/usr/sbin/modprobe nvidia"]
+    assert "Restart" not in found
+
+
 @pytest.mark.parametrize("unit", ["spotrun-agent.service", "spotrun-head.service"])
 def test_a_service_is_sandboxed(unit: str, capsys: pytest.CaptureFixture[str]) -> None:
     """At most "OK", which ends at 5 (systemd-analyze(1)). What stays open, and why: docs/images.md."""

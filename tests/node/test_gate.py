@@ -18,7 +18,7 @@ from spotrun.node.agent import Agent, Settings
 from spotrun.node.boot import _identify
 from spotrun.node.health import gate, verdict
 from spotrun.node.health.gate import Gate, check
-from spotrun.node.health.verdict import Facts
+from spotrun.node.health.verdict import Facts, Gpu
 from spotrun.store import Store, checkpoint_key, host_key, unfit_key
 from spotrun.wire import Order, Report, SaveOrder, UnfitRecord
 from tests.fakes.head import FakeMetadata
@@ -42,6 +42,24 @@ async def test_what_passes_is_no_problem() -> None:
     seen = iter([replace(SMALL, clock=9.0)] * 3)
     assert await check(look, (0.0, 0.0), 60) == ("the clock is 9 s ahead of the cloud's",)
     assert list(seen) == []
+
+
+async def test_gpus_get_a_minute_to_register_with_their_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile each look takes as long as on an H200 (bench/RESULTS.md)."""
+    now = 0.0
+    facts = Facts("p5.48xlarge", smi=tuple(Gpu(index, "NVIDIA H100") for index in range(8)))
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    async def look(until: float) -> Facts:
+        began = now
+        await sleep(5.4)
+        return facts if began >= 60 else replace(facts, product_error="CUDA error: system not yet initialized")
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    assert await check(look, gate.PAUSES, gate.LONGEST) == ()
 
 
 async def test_all_tries_share_one_deadline() -> None:

@@ -28,7 +28,10 @@ from spotrun.wire import UnfitRecord
 log = logging.getLogger(__name__)
 
 LONGEST = 240.0  # seconds for all tries of one check
-PAUSES = (5.0, 10.0)  # seconds between tries before a problem counts: drivers may still be starting
+PAUSES = (5.0, 10.0, 30.0)
+"""Seconds between tries before a problem counts: drivers may still be starting. After fabric manager has started, CUDA
+fails with error 802 until all GPUs are registered, which may take a minute
+(https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/, "Checking Fabric Registration Status")."""
 AGAIN = 30.0  # seconds between later checks, and between tries to remove the bucket's record
 
 Probe = Callable[[float], Awaitable[Facts]]  # its argument: the time of the event loop by which it must return
