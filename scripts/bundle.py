@@ -35,7 +35,7 @@ ALWAYS_OUT = {".git", ".venv", "__pycache__", ".spotrun"}
 FRESH = 1800.0  # seconds; an older object is sent again, as a head may be about to remove it (`head/code_sweep.py`)
 OWN, GIT = ".spotrunignore", ".gitignore"
 _SHOWN = 3  # files in a message
-_LESS = f"Exclude what the job does not need in {GIT} or {OWN}; for data, see docs/training.md#data"
+_LESS = f"In {GIT} or {OWN}, name the files that the job does not need. For data, see docs/training.md#data"
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def follow(
             absence.endure(error)
         if last is not None and last["phase"] in ENDED:
             if todo and last["phase"] == "succeeded":
-                display.say(f"the job ended before {', '.join(map(str, todo))}: no node was taken away for that")
+                display.say(f"these faults did not come, because the job ended first: {', '.join(map(str, todo))}")
             return document
         time.sleep(_PAUSE)
 

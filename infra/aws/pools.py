@@ -88,8 +88,8 @@ class Pools(AwsStack):
         spec, name = self.cluster.network, group(self.cluster.name, pool.name)
         placement = None
         if machine_types.aws_can_be_placed(pool.machine):
-            # It is there even if no machine goes into it. AWS does not delete it while a machine of it exists, so
-            # network.placement could not change for as long: machines with 8 GPUs take many minutes to end.
+            # The group exists even if no machine goes into it. AWS deletes no group while one of its machines exists.
+            # Machines with 8 GPUs take many minutes to end. Until then, network.placement could not be turned off.
             placement = cdk.aws("placement_group")(self, f"{pool.name}-placement", name=name, strategy="cluster")
         interfaces = with_efas(pool.machine) if spec.efa else (PRIMARY,)
         tags = self._tags(pool.name) | parts(pool, sum(each.kind != "interface" for each in interfaces))

@@ -37,7 +37,7 @@ def boot_disk(machine: str) -> str:
 def placement(pool: PoolSpec) -> Placement | None:
     """The kind of policy that places a pool's machines close to each other. Raises `SpotrunError` if none does.
 
-    None: Google takes no policy for this pool of market flex. It places the machines of one request together if it can.
+    None: Google accepts no policy for this pool of market flex, but places a request's machines together if it can.
     """
     flex = pool.market == "flex"
     found = google_placement(pool.machine, flex)

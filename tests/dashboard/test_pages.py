@@ -455,7 +455,7 @@ def test_a_legend_has_the_newest_values_while_no_pointer_is_there(chart: Page) -
 
 @pytest.mark.parametrize("left_out", [0, 9], ids=["all blocks are read", "blocks are left out"])
 def test_a_line_of_a_machine_has_a_gap_while_the_machine_is_gone(site: Site, left_out: int) -> None:
-    """If blocks are left out, the page does not know which gaps are gaps."""
+    """If blocks are left out, the page cannot tell them from a machine that was gone."""
     site.open("run")
     times = {"back": [0, 5, 500, 505, 510], "gone": [0, 5, 10], "late": [440, 445, 450]}
     nodes = [{"node": name, "times": at, "series": {"cpu": [7] * len(at)}} for name, at in times.items()]

@@ -211,7 +211,7 @@ class Launches:
             _note(group, f"Launching a new EC2 instance.  Status Reason: {why}", "Failed", why)
 
     def update_auto_scaling_group(self: Any) -> Any:
-        """What a request leaves out stays: moto would forget the policy. It also leaves the placement group as it is.
+        """What a request leaves out stays: moto would forget the policy. It also ignores a new placement group.
 
         An empty name takes the group out of its placement group.
         """

@@ -33,8 +33,9 @@ class Interleaving:
     and "priority" by an operator. Chance chooses one of them each time. jobs: 1 or 2; the second one has a higher
     priority at first. between, uneven, leaving: as in `Simulation`. procs: workers on each node.
 
-    More faults: "slip", a kill that the head learns from the next machine of that name; "cut", of a connection, after
-    which agents also need a while to find a new head; "die", in the middle of a turn of the head.
+    More faults: "slip": a machine is lost, and the head learns this only from the next machine of the same name. "cut":
+    a node's connection ends; with this fault, some agents also need a while to find a new head. "die": the head dies in
+    the middle of a turn.
     """
 
     def __init__(

@@ -164,7 +164,7 @@ def test_a_service_is_for_its_role_and_watched(unit: str, role: str) -> None:
 
 
 def test_fabric_manager_finds_the_driver_loaded() -> None:
-    """It ends for good without the driver: nothing restarts it, because on H100 that takes a reset of the GPUs."""
+    """Without the driver it ends, and nothing restarts it: on H100, a restart needs a reset of the GPUs first."""
     found = options("nvidia-fabricmanager.service.d/spotrun.conf")
     assert found["ExecCondition"] == ["/usr/lib/spotrun/has-nvidia nvswitch"]  # systemd runs this first
     assert found["ExecStartPre"] == ["-/usr/sbin/modprobe nvidia"]

@@ -177,9 +177,9 @@ def scratch(folder: Path, array: str, label: str) -> list[str]:
         ("md127", "spotrun-scratch", ["mount /dev/md127 {target}"]),
         ("md127", "", ["mkfs.ext4 {made} /dev/md127", "mount /dev/md127 {target}"]),
     ],
-    ids=["a new machine", "a restarted one", "one that had stopped before it had a file system"],
+    ids=["a new machine", "a restarted one", "a machine that stopped before it had a file system"],
 )
-def test_the_machines_own_disks_are_one(array: str, label: str, calls: list[str], tmp_path: Path) -> None:
+def test_a_machines_own_disks_become_one_file_system(array: str, label: str, calls: list[str], tmp_path: Path) -> None:
     """The initramfs puts an array together under a name that it gives to arrays of other hosts."""
     told = {"new": "/dev/md/spotrun-scratch", "made": "lazy_itable_init=1,nodiscard", "target": tmp_path / "target"}
     assert scratch(tmp_path, array, label) == [call.format(**told) for call in calls]

@@ -245,7 +245,7 @@ def test_packer_and_node_have_the_same_limits(tmp_path: Path, monkeypatch: pytes
     )
     folder = write(tmp_path / "job", train_dot_py="x", a="1", b="2")
     monkeypatch.setattr(limits, "FILES", 2)
-    with pytest.raises(SpotrunError, match=r"3 files; a bundle may have at most 2\. Exclude what the job"):
+    with pytest.raises(SpotrunError, match=r"3 files; a bundle may have at most 2\. In \.gitignore or"):
         bundle.files(folder)
     (folder / "a").unlink()
     (tmp_path / "packed").write_bytes(archive(folder))

@@ -137,7 +137,7 @@ def test_faults_that_did_not_come_are_named(standin: Machines) -> None:
     standin.write(follow_1=[status(**SUCCEEDED)])
     seen = Recorder()
     jobs.follow(standin.access, None, seen, faults.parse("preempt@25.5%,kill@600"))
-    assert seen.said == ["the job ended before preempt@25.5%, kill@600: no node was taken away for that"]
+    assert seen.said == ["these faults did not come, because the job ended first: preempt@25.5%, kill@600"]
 
 
 @pytest.mark.parametrize("text", ["kill", "kill@", "kill@-1", "freeze@3", "kill@120%", "kill@3 preempt@4", "kill@3,"])

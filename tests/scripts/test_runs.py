@@ -93,7 +93,7 @@ def test_mistakes(four: Store, where: str, sort: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_a_phase_is_that_of_the_other_commands(tmp_path: Path) -> None:
+def test_runs_have_the_same_phases_as_other_commands(tmp_path: Path) -> None:
     """`make status` says paused and queued. The state in the bucket says waiting."""
     waiting = {"phase": "waiting", "generation": 1}
     found = store(

@@ -225,7 +225,7 @@ def test_job_mistakes(text: str, expected: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "meant"), [("gpus", "devices"), ("command", "script"), ("packages", "requirements")])
-def test_a_key_of_another_program_has_the_hint_what_it_is_called_here(key: str, meant: str, tmp_path: Path) -> None:
+def test_a_key_of_another_program_gets_a_hint_at_our_key(key: str, meant: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "job.yaml").write_text(f"script: train.py\n{key}: 2\n")
     with pytest.raises(SpecError, match=f"unknown key; .*; did you mean {meant}\\?$"):

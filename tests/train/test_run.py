@@ -306,11 +306,11 @@ def test_mistakes_are_said_clearly(alone: Path) -> None:
     run = spotrun.init()
     with pytest.raises(SpotrunError, match="tracks nothing"):
         run.track()
-    with pytest.raises(SpotrunError, match=r"run\.track\(note=…\): a str has no state_dict"):
+    with pytest.raises(SpotrunError, match=r"run\.track\(note=…\): a str lacks state_dict"):
         run.track(note="x")  # type: ignore[arg-type]
-    with pytest.raises(SpotrunError, match=r"a DataLoader has no .*; leave it out, and track its ElasticSampler"):
+    with pytest.raises(SpotrunError, match=r"a DataLoader lacks .*; leave it out, and track its ElasticSampler"):
         run.track(loader=loader)  # type: ignore[arg-type]
-    with pytest.raises(SpotrunError, match=r"a DistributedSampler has no .*; use spotrun\.ElasticSampler"):
+    with pytest.raises(SpotrunError, match=r"a DistributedSampler lacks .*; use spotrun\.ElasticSampler"):
         run.track(sampler=DistributedSampler(data, 1, 0))  # type: ignore[arg-type]
     with pytest.raises(SpotrunError, match="nothing is tracked"):
         next(iter(run.steps(loader)))

@@ -151,7 +151,7 @@ def test_a_set_up_that_depends_on_the_number_of_workers_needs_a_restart(
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        ("unnamed_optimizer", "run.track names no optimizer of a model (Sequential), so its state is not saved"),
+        ("unnamed_optimizer", "run.track names no optimizer of a model (Sequential), so no optimizer's state is saved"),
         ("unnamed_scheduler", "run.track does not name the CosineAnnealingWarmRestarts, so its state is not saved"),
     ],
 )

@@ -45,7 +45,7 @@ def whole_number(value: object, call: str) -> int:
 
 
 def warn_of_no_steps(epoch: int) -> None:
-    """Say that the script has gone through this epoch, its first one, without `run.steps`."""
+    """Say that the script has called no `run.steps` in this epoch, the first one of this process."""
     log.warning("epoch %d had no step, so no snapshot is taken: go through the batches with run.steps(loader)", epoch)
 
 

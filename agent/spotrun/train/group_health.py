@@ -7,8 +7,9 @@ group reports an error. torch's NCCL watchdog records an error before it aborts 
 `Watchdog::runLoop`).
 
 An aborted kernel sends other ranks what it has, marked as valid (see `train/exactness.py`). Their step goes on with a
-wrong sum too, and nothing on such a rank shows it. So a rank notes an abort in the generation's store before it begins,
-and each rank asks the store before it commits a snapshot. A rank gets a wrong sum only after the note.
+wrong sum too, and nothing on such a rank shows it. So a rank writes a note into the generation's store before it
+aborts, and each rank looks for this note before it commits a snapshot. There is no note if the store does not answer
+within `_NOTING`, or if torch aborts by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _NOTING = 0.5  # seconds that an abort waits until the store has the note: its m
 log = logging.getLogger(__name__)
 
 _store: dist.Store | None = None  # where the ranks of this generation tell each other of aborts
-_noted = False  # whether this rank has done so
+_noted = False  # whether this rank has begun to write its note in this generation
 _aborts = 0  # of all groups in this process
 _own = threading.local()  # counted: whether this thread's aborts are counted already
 _watched = False
@@ -79,7 +80,10 @@ def note_abort() -> None:
 
 
 def told() -> str:
-    """Why the results of this rank cannot be trusted, according to the others; "" if they can. Ask as in `trouble`."""
+    """Why an abort of another rank may have spoilt this rank's results; "" if there is no note of one.
+
+    Ask after the device has computed the results.
+    """
     try:
         return "another worker has aborted a process group" if _store is not None and _store.check([_NOTE]) else ""
     except Exception as error:

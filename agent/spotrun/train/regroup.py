@@ -148,7 +148,7 @@ class Membership:
             trained = {id(each) for each in model.parameters() if each.requires_grad and id(each) in self._saved}
             if trained and trained.isdisjoint(optimized):
                 name = type(model.module).__name__
-                self.restarts(f"run.track names no optimizer of a model ({name}), so its state is not saved")
+                self.restarts(f"run.track names no optimizer of a model ({name}), so no optimizer's state is saved")
 
     def restarts(self, why: str) -> None:
         """From now on, this worker does not join another generation without a restart."""

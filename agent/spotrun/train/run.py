@@ -49,7 +49,7 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
     if context is not None:
         control = Control(Path(context.control))
         if control.pid == os.getppid():  # it would write the worker's snapshots and numbers
-            raise SpotrunError("spotrun.init: a worker has started this process. spotrun starts all workers itself")
+            raise SpotrunError("spotrun.init: a worker has started this process. Leave out torch.multiprocessing.spawn")
         control.entered = entered
         control.seed = seed if abs(seed) < 1 << 62 else NONE
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

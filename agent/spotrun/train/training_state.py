@@ -38,7 +38,7 @@ def _instead(item: object) -> str:
         return "; use spotrun.ElasticSampler, or leave the sampler out of run.track"
     if isinstance(item, DataLoader):
         return "; leave it out, and track its ElasticSampler"
-    return "; put it into an object that has both"
+    return "; put it into an object that has both methods"
 
 
 class TrainingState:
@@ -63,7 +63,7 @@ class TrainingState:
         for name, item in objects.items():
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise SpotrunError(
-                    f"run.track({name}=…): a {type(item).__name__} has no state_dict() and load_state_dict()"
+                    f"run.track({name}=…): a {type(item).__name__} lacks state_dict() or load_state_dict()"
                     f"{_instead(item)}"
                 )
         self.objects = objects

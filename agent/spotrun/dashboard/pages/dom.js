@@ -134,7 +134,7 @@ export function clock(at, seconds = false) {
   return `${when.getFullYear()}-${two(when.getMonth() + 1)}-${two(when.getDate())} ${time}`;
 }
 
-// Why a job does what it does; what is wrong with it, since when; and which node it keeps for a person.
+// Why a job does what it does, what is wrong with the job and since when, and which node the job keeps for SSH.
 export function why(row) {
   const wrong = (row.conditions ?? []).filter((each) => each.text !== row.reason);
   const kept = row.kept ? [`keeps ${row.kept.node} for SSH until ${clock(row.kept.until)}, and pays for it; \`make stop ID=${row.id}\` lets it go`] : [];
@@ -169,7 +169,8 @@ export function table(titles, rows, attributes = {}) {
 // Eight colours that people with any colour vision can tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/).
 const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8d7a00", "#777777"];
 export function colour(index) { return COLOURS[index % COLOURS.length]; }
-// The colour of each of these texts: by the text, but equal ones only where there are more texts than colours.
+// The colour of each text. It follows from the text and those before it. Two texts share a colour only if there are more
+// texts than colours.
 export function coloursOf(texts) {
   const found = new Map();
   for (const text of texts) {

@@ -80,7 +80,7 @@ def catch_up(view: View) -> tuple[Action, ...]:
     nodes = [(member, known.get((member.node, member.boot))) for member in wanted.members]
     formed = any(worker.phases[2] for node in joined for worker in node.work.workers)  # then all members are there
     # After the drain's end, another job can get a node. Then the generation that the drain has named ends by itself.
-    # If that node gets back, it may still end the workers that it had: then it is idle.
+    # If the job gets that node back, the node may still end its old workers. Until they have ended, it is idle.
     there = view.blind() or all(node is not None and node.assigned and node.phase != "idle" for _, node in nodes)
     if formed and (job.draining is not None or there):
         return (begun,)
