@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 _NOTE = "spotrun/aborts"  # key in the generation's store: it is there if a rank has begun to abort a group
 _NOTING = 0.5  # seconds that an abort waits until the store has the note: its machine may be gone
+_ANSWER = 10.0  # seconds in which the store must say whether there is a note; torch would wait without a limit
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _store: dist.Store | None = None  # where the ranks of this generation tell each other of aborts
@@ -67,16 +70,10 @@ def note_abort() -> None:
     store, before, _noted = _store, _noted, True
     if store is None or before:
         return
-
-    def note() -> None:
-        try:
-            store.add(_NOTE, 1)  # unlike `set`, it waits for the answer
-        except Exception as error:
-            log.warning("the other workers cannot be told of an abort: %s", error)
-
-    thread = threading.Thread(target=note, name="spotrun-note", daemon=True)
-    thread.start()
-    thread.join(_NOTING)
+    try:
+        _ask(lambda: store.add(_NOTE, 1), _NOTING)  # unlike `set`, it waits for the answer
+    except Exception as error:
+        log.warning("the other workers cannot be told of an abort: %r", error)
 
 
 def told() -> str:
@@ -84,10 +81,28 @@ def told() -> str:
 
     Ask after the device has computed the results.
     """
+    store = _store
+    if store is None:
+        return ""
     try:
-        return "another worker has aborted a process group" if _store is not None and _store.check([_NOTE]) else ""
+        noted = _ask(lambda: store.check([_NOTE]), _ANSWER)
     except Exception as error:
-        return f"the workers' store does not say whether one of them has aborted a process group: {error}"
+        return f"the workers' store does not say whether one of them has aborted a process group: {error!r}"
+    return "another worker has aborted a process group" if noted else ""
+
+
+def _ask(call: Callable[[], T], seconds: float) -> T:
+    """The result of a call to the store. Raises `TimeoutError` if the store does not answer in time."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="spotrun-note", daemon=True).start()
+    return future.result(seconds)
 
 
 @contextmanager

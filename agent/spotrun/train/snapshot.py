@@ -301,12 +301,12 @@ class Writer(Copier):
             held.push(lambda kind, *_: None if kind is None else self._drop(snapshot))
             if not self._land(held, snapshot):
                 return
+            self._check_trouble(step)  # now: whatever is aborted from now on, what is copied is right
             mapped = self._slots[target].mapped
             record = slots.Record(
                 self._job, self._generation, step, len(mapped), xxhash.xxh3_128_hexdigest(mapped), snapshot.tree
             )
             self._committed[target] = (time.monotonic(), slots.last_read(self._folder, target))
-            self._check_trouble(step)
             try:
                 slots.commit(self._folder, target, record, AGAIN if snapshot.alone else 0.0)
             except OSError as error:
