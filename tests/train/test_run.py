@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import multiprocessing
 import os
 import re
 import shutil
@@ -76,6 +77,15 @@ def test_a_process_that_a_worker_has_started_is_no_worker(alone: Path) -> None:
     command = [sys.executable, "-c", "import spotrun; spotrun.init()"]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (child.returncode, "a worker has started this process" in child.stderr) == (1, True), child.stderr
+
+
+def test_a_script_may_start_the_process_that_trains(alone: Path) -> None:
+    Control(alone.with_name("control")).pid = os.getpid()  # this process does not call spotrun.init
+    spawned = multiprocessing.get_context("spawn").Process(target=spotrun.init)
+    spawned.start()
+    spawned.join()
+    assert spawned.exitcode == 1, "torch.multiprocessing.spawn starts several"
+    subprocess.run([sys.executable, "-c", "import spotrun; spotrun.init()"], check=True)
 
 
 def test_odd_numbers_that_plain_scripts_may_use(alone: Path) -> None:

@@ -6,6 +6,7 @@ The same script runs under plain `python` (one process), under `torchrun`, and u
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -48,7 +49,8 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
     context, control = Context.from_env(), None
     if context is not None:
         control = Control(Path(context.control))
-        if control.pid == os.getppid():  # it would write the worker's snapshots and numbers
+        # It would write the worker's snapshots and numbers. But a script may start the one that trains.
+        if control.pid == os.getppid() and (control.entered or multiprocessing.parent_process() is not None):
             raise SpotrunError("spotrun.init: a worker has started this process. Leave out torch.multiprocessing.spawn")
         control.entered = entered
         control.seed = seed if abs(seed) < 1 << 62 else NONE
