@@ -75,18 +75,21 @@ function frame() {
 
 function listen() {
   const source = new EventSource("api/live");
-  let silence = 0;
-  const alive = () => {
-    connected = true;
-    clearTimeout(silence);
-    silence = setTimeout(renew, SILENCE);
-  };
   // A connection that broke somewhere on its way, as through an SSH tunnel, may end without an error.
   const renew = () => {
     source.close();
     connected = false;
     draw();
     listen();
+  };
+  let silence = setTimeout(renew, SILENCE);
+  const wait = () => {
+    clearTimeout(silence);
+    silence = setTimeout(renew, SILENCE);
+  };
+  const alive = () => {
+    connected = true;
+    wait();
   };
   source.onmessage = (message) => {
     alive();
@@ -97,9 +100,10 @@ function listen() {
   source.onopen = () => { alive(); draw(); };
   source.onerror = () => {
     connected = false;
-    clearTimeout(silence);
     draw();
-    if (source.readyState === EventSource.CLOSED) setTimeout(listen, 1000);
+    if (source.readyState !== EventSource.CLOSED) return wait(); // the browser connects again
+    clearTimeout(silence);
+    setTimeout(listen, 1000);
   };
 }
 
