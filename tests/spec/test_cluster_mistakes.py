@@ -20,6 +20,7 @@ CLUSTER_MISTAKES = {
     "empty": ("", [": this cluster file is empty"]),
     "only a comment": ("# hello\n", [": this cluster file is empty"]),
     "a list": ("- a\n", [": a cluster file is a mapping (key: value), this is a list"]),
+    "a number": ("5\n", [": a cluster file is a mapping (key: value), this is a number"]),
     "a word": ("hello\n", [": a cluster file is a mapping (key: value), this is text"]),
     "broken": ("name: [\n", [":2: this is not YAML: expected the node content, but found '<stream end>'"]),
     "two documents": ("a: 1\n---\nb: 2\n", [":2: this is not YAML: but found another document"]),

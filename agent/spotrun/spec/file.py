@@ -94,7 +94,8 @@ class File:
         if data is None:
             raise SpecError(f"{path}: this {kind} is empty")
         if not isinstance(data, dict):
-            what = "text" if isinstance(data, str) else f"a {type(data).__name__}"
+            number = isinstance(data, WrittenInt | WrittenFloat)
+            what = "text" if isinstance(data, str) else "a number" if number else f"a {type(data).__name__}"
             raise SpecError(f"{path}: a {kind} is a mapping (key: value), this is {what}")
         for key, other in (("script", "job file"), ("pools", "cluster file")):
             if key in data and other != kind and not data.keys() & {"script", "pools"} - {key}:
