@@ -29,6 +29,7 @@ from scripts import secret_files
 from spotrun.errors import SpotrunError
 from spotrun.spec import bundle as limits
 from spotrun.store import Store, code_key
+from spotrun.text import count
 
 LEVEL = 9  # of the compression; another level gives another archive, with another name
 ALWAYS_OUT = {".git", ".venv", "__pycache__", ".spotrun"}
@@ -53,8 +54,8 @@ class Bundle:
         """bundle 3f2a…: 12 files, 1.2 MB (80.3 kB packed); the largest: a.bin (1.0 MB), train.py (4.1 kB)"""
         packed = f"{_size(self.size)} packed" + ("" if self.sent else ", in the bucket already")
         largest = ", ".join(f"{name} ({_size(size)})" for name, size in self.largest)
-        count = f"{self.files} file{'' if self.files == 1 else 's'}"
-        return f"bundle {self.sha256[:12]}: {count}, {_size(self.bytes)} ({packed}); the largest: {largest}"
+        files = count(self.files, "file")
+        return f"bundle {self.sha256[:12]}: {files}, {_size(self.bytes)} ({packed}); the largest: {largest}"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from scripts.control import ENDED, Status
 from scripts.job_table import COLOURS, job_id, money, steps
 from scripts.make_command import LOCAL, here, make_command
 from spotrun.errors import SpotrunError
-from spotrun.text import clean, tidy
+from spotrun.text import clean, count, tidy
 
 T = TypeVar("T")
 _MALFORMED = (
@@ -245,7 +245,7 @@ def _job(job: Status) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     phase = Text(job["phase"], style=COLOURS.get(job["phase"], "cyan")).append(f"  {job['reason']}", style="dim")
     table.add_row("job", Text(job["id"], style="bold"), phase)
-    most = "1 restart" if job["max_restarts"] == 1 else f"{job['max_restarts']} restarts"
+    most = count(job["max_restarts"], "restart")
     table.add_row("generation", str(job["generation"]), f"failures {job['restarts']}, at most {most}")
     bar: RenderableType = ""
     if job["total_steps"]:

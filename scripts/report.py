@@ -10,7 +10,7 @@ from scripts.control import Status
 from scripts.display import idle, understood, values
 from scripts.make_command import LOCAL
 from scripts.ssh import Outcome
-from spotrun.text import tidy
+from spotrun.text import count, tidy
 
 NODE_TIME = {  # the kinds of `spotrun.head.costs.node_time`, for the report
     "counted": "steps that counted",
@@ -58,14 +58,14 @@ def failures(outcomes: Sequence[Outcome], nodes: int) -> str:
     """The nodes that failed a command: 2 of 3 nodes failed: a (exit status 3), b (not reached)"""
     why = [f"exit status {each.code}" if each.reached else "not reached, see above" for each in outcomes]
     told = [f"{each.node} ({reason})" for each, reason in zip(outcomes, why, strict=True)]
-    return f"{len(told)} of {nodes} node{'' if nodes == 1 else 's'} failed: {', '.join(told)}"
+    return f"{len(told)} of {count(nodes, 'node')} failed: {', '.join(told)}"
 
 
 def _verdict(job: Status) -> str:
     steps = f"{job['step']} of {job['total_steps']} steps" if job["total_steps"] else f"{job['step']} steps"
     reason = f": {job['reason']}" if job["reason"] else ""
     took = f" in {duration(job['ended'] - job['started'])}" if job["ended"] and job["started"] else ""
-    generations = f"{job['generation']} generation{'' if job['generation'] == 1 else 's'}"
+    generations = count(job["generation"], "generation")
     return f"job {job['id']} {job['phase']}{reason}: {steps}{took}, {generations}"
 
 

@@ -11,7 +11,7 @@ from scripts import runs as table
 from scripts import site as sites
 from scripts.make_command import LOCAL, here, make_command
 from scripts.tasks import command
-from spotrun.text import tidy
+from spotrun.text import count, tidy
 
 
 @command
@@ -67,7 +67,7 @@ def note(_: Context, cluster: str = LOCAL, id: str = "", text: str = "", json: b
     site, job = sites.of_file(cluster), inputs.run("ID", id, cluster)
     said = run_changes.note(site.bucket(), site.cluster.name, job, text)
     notes = [each.model_dump(mode="json") for each in said.notes]
-    _print({"job": job, "notes": notes}, json, f"{job} has {len(notes)} note{'' if len(notes) == 1 else 's'}")
+    _print({"job": job, "notes": notes}, json, f"{job} has {count(len(notes), 'note')}")
 
 
 @command

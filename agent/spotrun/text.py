@@ -1,4 +1,4 @@
-"""Make text from outside safe for a terminal, and values valid for JSON. Pure.
+"""Make text from outside safe for a terminal, values valid for JSON, and words agree with numbers. Pure.
 
 Names, events, logs and messages come from machines that run a job's code. An escape sequence in them could overwrite
 earlier lines on an operator's terminal, set the window's title, or on some terminals type input.
@@ -69,3 +69,8 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return value
+
+
+def count(number: int, noun: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -172,6 +172,8 @@ def test_a_page_without_signs_of_life_is_not_live(site: Site) -> None:
     page.clock.run_for(20_000)
     expect(mark).to_have_text("not connected")
     assert page.evaluate("opened") == 2
+    page.clock.run_for(20_000)
+    assert page.evaluate("opened") == 3, "a new connection may bring nothing, too"
     page.evaluate(send, {"jobs": []})
     page.clock.run_for(1_000)
     expect(mark).to_have_text("live")

@@ -139,15 +139,15 @@ def test_all_ranks_know_of_an_abort_before_it_begins(
 ) -> None:
     """Its kernels send others what they have, marked as valid."""
     seen = list[str]()
-    monkeypatch.setattr(distributed, "abort_collectives", lambda *_: seen.append(group_health.told()))
+    monkeypatch.setattr(distributed, "abort_collectives", lambda *_: seen.append(group_health.abort_elsewhere()))
     nccl().may_end.set()
     group_health.begin(store)
-    assert group_health.told() == ""
+    assert group_health.abort_elsewhere() == ""
     assert distributed.leave_in_time(CPU, aborts=True, patience=60)
     assert distributed._end is not None
     distributed._end.join(60)
     group_health.begin(store)  # another rank of the same generation
-    assert [*seen, group_health.told()] == ["another worker has aborted a process group"] * 2
+    assert [*seen, group_health.abort_elsewhere()] == ["another worker has aborted a process group"] * 2
 
 
 def test_nothing_waits_long_for_a_store_that_does_not_answer(
@@ -162,9 +162,9 @@ def test_nothing_waits_long_for_a_store_that_does_not_answer(
     os.kill(server.pid, signal.SIGSTOP)
     monkeypatch.setattr(group_health, "_ANSWER", 0.1)
     group_health.note_abort()  # returns
-    assert "does not say" in group_health.told()
+    assert "does not say" in group_health.abort_elsewhere()
     server.kill()
-    assert "does not say" in group_health.told()
+    assert "does not say" in group_health.abort_elsewhere()
 
 
 def serve_a_store(port: Connection) -> None:

@@ -37,6 +37,7 @@ from spotrun.head.planner.plan import plan
 from spotrun.head.planner.waiting import LONGEST
 from spotrun.head.view import FleetView, Node, View, is_taken
 from spotrun.spec import ClusterSpec
+from spotrun.text import count
 
 
 def status(
@@ -316,8 +317,7 @@ def recovery(before: JobState, after: JobState) -> str:
     lasted = before.interruptions and before.interruptions[-1].seconds is None
     if last is None or last.recovery is None or not lasted:
         return ""
-    lost = "1 step" if last.steps_lost == 1 else f"{last.steps_lost} steps"
-    return f"after {last.recovery:.1f} s, {lost} lost ({last.kind})"
+    return f"after {last.recovery:.1f} s, {count(last.steps_lost or 0, 'step')} lost ({last.kind})"
 
 
 def _why(action: Start | EndGeneration | Drain) -> str:

@@ -374,7 +374,7 @@ class Boundary:
         """Why the snapshot that was just copied must not be committed; empty: it may be."""
         self.metrics.flush(LOGGED)  # the steps before a saved state are not done again
         fails_by_itself = self._membership is None or self._membership.survives  # a collective whose peer is gone
-        return self._health.trouble() or ("" if fails_by_itself else group_health.told())
+        return self._health.trouble() or ("" if fails_by_itself else group_health.abort_elsewhere())
 
     def _leave(self, control: Control) -> None:
         """Leave the generation at the stop step: to wait for another one, or to end this process."""

@@ -76,7 +76,7 @@ def note_abort() -> None:
         log.warning("the other workers cannot be told of an abort: %r", error)
 
 
-def told() -> str:
+def abort_elsewhere() -> str:
     """Why an abort of another rank may have spoilt this rank's results; "" if there is no note of one.
 
     Ask after the device has computed the results.

@@ -43,8 +43,7 @@ class View:
 class Plan:
     """What to do now."""
 
-    wanted: Mapping[str, frozenset[int]]
-    """The numbers of each pool's machines from now on: a pool becomes smaller by each machine whose time is over."""
+    wanted: Mapping[str, frozenset[int]]  # as in `View`, from now on: without the machines whose time is over
     create: tuple[tuple[str, int], ...] = ()  # pool and number of each machine to create
     destroy: tuple[str, ...] = ()  # machines to end
     take: tuple[str, ...] = ()  # machines to preempt: there are more than the zone or pool may have

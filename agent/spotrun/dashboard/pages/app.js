@@ -82,11 +82,12 @@ function listen() {
     draw();
     listen();
   };
-  let silence = setTimeout(renew, SILENCE);
+  let silence;
   const wait = () => {
     clearTimeout(silence);
     silence = setTimeout(renew, SILENCE);
   };
+  wait();
   const alive = () => {
     connected = true;
     wait();

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from spotrun.text import count
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -89,8 +91,3 @@ def pools(names: Iterable[str]) -> str:
     """`pool a`, `pools a and b`, `pools a, b and c`."""
     *most, last = sorted(names)
     return f"pools {', '.join(most)} and {last}" if most else f"pool {last}"
-
-
-def count(number: int, noun: str) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

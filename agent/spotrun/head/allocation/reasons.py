@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from spotrun.head.allocation.board import Board, Job
-from spotrun.head.allocation.claims import count, pools, wanted
+from spotrun.head.allocation.claims import pools, wanted
 from spotrun.spec.fields import PRIORITY
+from spotrun.text import count
 
 NAMED = 2  # jobs in one reason
 

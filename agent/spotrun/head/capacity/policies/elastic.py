@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from spotrun.cloud.base import Market
-from spotrun.head.allocation.claims import count
 from spotrun.head.capacity.policies.zones import ORDER, Zone, again, ask, fit, held, holds, rate, staying, use, zones
 from spotrun.head.capacity.situation import Demand, Placement, Situation, nothing
 from spotrun.head.capacity.sizes import Need
+from spotrun.text import count
 
 GAIN = 1.1
 """Another zone must promise this many times the rate, or cost this many times less. So small changes move no job."""
