@@ -119,11 +119,15 @@ class Harness:
         job = JobSpec(name="toy", script="train.py", args=tuple(args), **options)
         code = Path(shutil.copytree(TOY, self.folder / f"code-{out.name}"))
         shutil.copy(AS_GPU, code)
-        packed = bundle.upload(self.access.store, code, "train.py")
+        return Job(self.start(job, code), out)
+
+    def start(self, job: JobSpec, code: Path) -> str:
+        """Run a job whose files are in the folder `code`. Returns its id."""
+        packed = bundle.upload(self.access.store, code, job.script)
         request = {"job": job.model_dump(mode="json"), "code": packed.sha256}
         found = control.ask(self.access, "submit", data=request)
         self.watch(found["job"])
-        return Job(found["job"], out)
+        return str(found["job"])
 
     def watch(self, job: str) -> None:
         """From here on, the `until…` methods are about this job."""

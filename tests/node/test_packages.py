@@ -40,7 +40,7 @@ def test_imports_of_a_script(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert sorted(imported_modules(tmp_path, "src/train.py")) == ["a.b", "d", "f", "g", "h", "i", "j", "k", "os"]
+    assert sorted(imported_modules(tmp_path, "src/train.py")) == ["a.b", "d:e", "f", "g", "h", "i", "j", "k", "os"]
     (tmp_path / "src/train.py").write_text("import inner, far\n")
     (tmp_path.parent / "far.py").write_text("")
     assert imported_modules(tmp_path, "src/train.py", [str(tmp_path / "tools"), str(tmp_path.parent)]) == ["far", "k"]

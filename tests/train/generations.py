@@ -46,6 +46,7 @@ from tests.train import faults, scripts
 from tests.train.forks import forked
 from tests.train.meeting import meeting
 
+TRAINERS = ("trained", "refused", "too_early")  # scripts of `tests.train.trainers`
 SAMPLES, BATCH, EPOCHS = 104, 8, 3  # with 3 workers: 5 steps an epoch, the last of 8 samples (3, 3, 2)
 
 everything = {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
@@ -105,6 +106,10 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     os.environ.update(environment)
     out = Path(plan.out)
     prepare(plan, out)
+    if plan.script in TRAINERS:  # imported here: transformers takes seconds
+        from tests.train import trainers
+
+        return getattr(trainers, plan.script)(plan, out)  # type: ignore[no-any-return]
     script = getattr(scripts, plan.script) if plan.script else usual
     script(plan, out)
 
@@ -319,6 +324,7 @@ class Cluster:
     generation: int = 0
     controls: list[Control] = field(default_factory=list)
     regroups: bool = False  # whether workers wait for the next generation, instead of ending
+    elastic: bool = False  # whether their number may change
 
     def context(self, node: str, rank: int, interval: int, per_node: int = 1) -> Context:
         paths = [str(self.path / f"control-{self.generation}-{each}") for each in range(rank + per_node)]
@@ -334,6 +340,7 @@ class Cluster:
             snapshot_interval=interval,
             controls=paths[first : first + per_node],
             regroups=self.regroups,
+            elastic=self.elastic,
         )
 
     def slots(self, node: str) -> Path:

@@ -212,6 +212,7 @@ class Job:
                 wakeup=str(self._wakeups.path) if self._wakeups is not None else "",
                 warm_up=group.number == 0,
                 exact=self._spec.exact,
+                elastic=self._spec.nodes.min != self._spec.nodes.max,
             )
             task = Task(
                 root=str(self.root),

@@ -101,9 +101,10 @@ async def _pip(
 
 
 def imported_modules(root: Path, script: str, further: Iterable[str] = ()) -> list[str]:
-    """The modules outside the bundle that the script imports at top level, directly or through the bundle's modules.
+    """What the script imports at top level from outside the bundle, directly or through the bundle's modules.
 
-    further: more folders with modules. Those within the bundle have modules of the bundle.
+    Returns names of modules, and `module:name` for `from module import name`: some packages load what has that name
+    only when they are asked for it. further: more folders with modules. Those within the bundle have its modules.
     """
     places = [(root / script).parent, root, *(each for each in map(Path, further) if each.is_relative_to(root))]
     found: dict[str, None] = {}
@@ -115,11 +116,11 @@ def imported_modules(root: Path, script: str, further: Iterable[str] = ()) -> li
             continue
         seen.add(path)
         for name in _top_level_imports(path):
-            own = _own_module(name, places)
+            own = _own_module(name.partition(":")[0], places)
             if own is None:
                 found.setdefault(name)
             else:
-                todo += own
+                todo += own + (_own_module(name.replace(":", "."), places) or [])
     return list(found)
 
 
@@ -143,7 +144,7 @@ def _top_level_imports(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level and node.module != "__future__":
-            yield node.module
+            yield from (node.module if each.name == "*" else f"{node.module}:{each.name}" for each in node.names)
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             todo += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.excepthandler)]
 

@@ -20,6 +20,7 @@ from spotrun.state import exit_note
 SIZE = 4096
 TEXT = 1024  # offset of the JSON text with the numbers of run.log()
 NONE = -1
+MOST = 1 << 53  # steps that are told: whole numbers up to here are exact in JSON
 ABLE, NEEDS_RELEASE = 1, 2  # values of `able`; any other one above 0 counts as ABLE
 
 # Exit codes of a worker. Python, shells and signals use none of these.
@@ -123,6 +124,10 @@ class Control:
         with self._fence:  # a full fence: the agent writes stop_at, then reads step
             ints[_STEP] = step
         return ints[_STOP_AT], ints[_SNAPSHOT_AT], ints[_PROFILE]
+
+    def tell_total(self, steps: int) -> None:
+        """Tell the agent how many steps the job has, as the script estimates it."""
+        self.total_steps = min(int(steps), MOST)
 
     def write_metrics(self, metrics: dict[str, float]) -> None:
         """Publish the first numbers of run.log(), as many as fit. A reader sees all of them or none."""
@@ -252,6 +257,7 @@ class Context:
     wakeup: str = ""  # path of the FIFO that wakes the agent (see `spotrun.state.wakeup`); empty: there is none
     warm_up: bool = False  # whether the worker is in no generation yet: it waits for one when its set-up is done
     exact: bool = False  # the job file's key
+    elastic: bool = False  # whether the number of workers may change
 
     VARIABLE = "SPOTRUN_CONTEXT"
 

@@ -16,6 +16,7 @@ from spotrun.train.rng import derive, reseed
 from spotrun.train.sampler import ElasticSampler, share, taken
 
 AT_ONCE = 64  # batches that are described together: one in each step took 20 µs more (bench/RESULTS.md)
+END = object()  # in place of a batch: the loader has no more
 log = logging.getLogger(__name__)
 
 _TORCHS = (BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # each rank draws for itself
@@ -113,6 +114,21 @@ def _with_seeds(described: Iterator[Batch], seed: int, step: int, rank: int) -> 
         yield found
 
 
+def begin_at(
+    loader: Any, seed: int, epoch: int, step: int, rank: int, count: int, accumulate: int
+) -> tuple[Iterator[Any], list[Any]]:
+    """Start a loader without an ElasticSampler, and skip the `count` batches that this epoch has had.
+
+    Returns the loader's iterator, and the batches that were fetched early. step: the next one.
+    """
+    iterator = begin(loader, seed, epoch, rank)
+    first = next(iterator, END)
+    if not count:
+        return iterator, [first]
+    _skip(iterator, count, seed, step, accumulate, rank)
+    return iterator, []
+
+
 def begin(loader: Any, seed: int, epoch: int, rank: int) -> Iterator[Any]:
     """An epoch of a loader without an ElasticSampler: its order follows from these numbers.
 
@@ -130,8 +146,8 @@ def begin(loader: Any, seed: int, epoch: int, rank: int) -> Iterator[Any]:
     return iter(loader)
 
 
-def skip(iterator: Iterator[Any], count: int, seed: int, step: int, accumulate: int, rank: int) -> None:
-    """Fetch that many batches of an epoch, as its steps did: the first one is fetched already. step: the next one."""
+def _skip(iterator: Iterator[Any], count: int, seed: int, step: int, accumulate: int, rank: int) -> None:
+    """Fetch that many batches of an epoch, as its steps did: the first one is fetched already."""
     log.warning(
         "skipping the %d batches that this epoch has had; an ElasticSampler needs no such pass, and gives each sample "
         "once an epoch when the number of workers changes",

@@ -208,10 +208,8 @@ class Parallel(nn.Module):
 
         The mode does not matter: rank 0 alone may have evaluated the model at the end of the step.
         """
-        if self._ddp is None:
-            return
-        if buffers := [buffer.detach() for buffer in self.module.buffers()]:
-            dist._broadcast_coalesced(_get_default_group(), buffers, _BUCKET, 0)
+        if self._ddp is not None:
+            share_buffers(self.module)
 
     # nn.Module does these by walking registered submodules. Here they go to the user's module.
 
@@ -249,6 +247,12 @@ class Parallel(nn.Module):
 
     def __repr__(self) -> str:
         return f"Parallel({self.module!r})"
+
+
+def share_buffers(module: nn.Module) -> None:
+    """Give every rank rank 0's buffers of the module. Every rank must call this."""
+    if buffers := [buffer.detach() for buffer in module.buffers()]:
+        dist._broadcast_coalesced(_get_default_group(), buffers, _BUCKET, 0)
 
 
 def include_unfrozen(models: Iterable[Parallel], tracked: Collection[object]) -> bool:

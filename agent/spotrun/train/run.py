@@ -36,8 +36,6 @@ from spotrun.train.rng import reseed, seed_all
 from spotrun.train.sampler import ElasticSampler, when_asked
 from spotrun.train.training_state import TrainingState
 
-MOST = 1 << 53  # steps of a job that are told: whole numbers up to here are exact in JSON
-
 
 def init(seed: int = 0, backend: str | None = None) -> Run:
     """Join the other workers, if there are any, and seed all random number generators.
@@ -59,6 +57,8 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
     if device.type == "cuda" and context is not None and context.regroups:
         for name, value in NCCL_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+    if device.type == "cpu":
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # otherwise each worker of a Trainer trains for itself
     alone = warm_up_store(context.controls[0]) if context is not None and context.warm_up else None
     try:
         joined = join_process_group(device, backend, alone)
@@ -233,8 +233,8 @@ class Run:
                 current, value = coming
                 self._batch = current
                 seed_all(value)
-                batch = self._ahead.pop() if self._ahead else next(self._iterator, _END)
-                if batch is _END:
+                batch = self._ahead.pop() if self._ahead else next(self._iterator, batches.END)
+                if batch is batches.END:
                     break
                 if accumulate > 1:
                     self._exchange(current.last)
@@ -275,6 +275,15 @@ class Run:
                 raise
         if batch.last and (guard := boundary.snapshots.guard) is not None:
             guard()
+
+    def train(self, trainer: Any, **options: Any) -> Any:
+        """`trainer.train(**options)` for a Trainer of Hugging Face, which goes on where it was after an interruption.
+
+        It takes the place of `ddp`, `track`, `steps` and `backward`. `spotrun.init` must come before TrainingArguments.
+        """
+        from spotrun.train.trainer import train  # not at the top: it imports transformers
+
+        return train(self, trainer, options)
 
     def log(self, **values: Any) -> None:
         """Keep numbers (0-dim tensors too) in the job's metrics, and show the newest ones in its display.
@@ -365,7 +374,9 @@ class Run:
         size = getattr(loader, "batch_size", None) or 1
         if sampler is None:
             total, consumed = batches.length_of(loader, accumulate), self._state.consumed
-            self._begin_plain(loader, consumed, accumulate)
+            self._iterator, self._ahead = batches.begin_at(
+                loader, self._state.seed, self.epoch, self.step, self.rank, consumed, accumulate
+            )
             each = size * self.world_size
             self._sizes = (None if total is None else total * each, each)
             self._estimate(None if total is None else -(-total // accumulate), consumed // accumulate)
@@ -381,20 +392,8 @@ class Run:
         self._estimate(batches.steps_in(sampler.n, size, self.world_size, accumulate, drop_last), done)
         return batches.elastic(sampler.position, sampler.n, size, self.world_size, self.rank, accumulate, drop_last)
 
-    def _begin_plain(self, loader: Any, count: int, accumulate: int) -> None:
-        """Start a loader without an ElasticSampler, and skip the batches that this epoch has had."""
-        seed = self._state.seed
-        self._iterator = batches.begin(loader, seed, self.epoch, self.rank)
-        self._ahead = [next(self._iterator, _END)]
-        if count:
-            self._ahead.clear()
-            batches.skip(self._iterator, count, seed, self.step, accumulate, self.rank)
-
     def _estimate(self, in_epoch: int | None, done: int) -> None:
         """Tell the agent how many steps the job has, if that is known."""
         if self._control is not None and in_epoch is not None:
             total = self.step - done + in_epoch * max(1, self._epochs - self.epoch)
-            self._control.total_steps = min(int(total), MOST)
-
-
-_END = object()
+            self._control.tell_total(total)

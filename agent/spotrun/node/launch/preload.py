@@ -25,7 +25,7 @@ from spotrun.machine import private_paths
 from spotrun.machine.gpus import gpu_count
 from spotrun.machine.processes import die_with_parent
 
-MODULES = "SPOTRUN_PRELOAD"  # the variable: names, separated by spaces
+MODULES = "SPOTRUN_PRELOAD"  # the variable: modules, or `module:name`, separated by spaces
 PARENT = "SPOTRUN_LAUNCHER"  # the variable: the launcher's pid
 WATCH = "SPOTRUN_WATCH"  # the variable: seconds, a space, the file that gets the stacks if MODULES take longer
 SOCKETS = "SPOTRUN_SOCKETS"  # the variable: folder of the socket on which the launcher asks for forks
@@ -166,7 +166,10 @@ def _reads() -> Iterator[list[str]]:
 def _import(names: Sequence[str]) -> None:
     for name in names:
         try:
-            importlib.import_module(name)
+            module, _, part = name.partition(":")
+            importlib.import_module(module)
+            if part:
+                __import__(module, fromlist=[part])  # as `from module import part`: a submodule, or one loaded late
         except BaseException as error:  # an import may even exit; the worker imports it again and reports the error
             print(f"preload: {name} was not imported: {error!r}", file=sys.stderr, flush=True)
 

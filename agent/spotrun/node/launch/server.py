@@ -343,7 +343,11 @@ def _warm_up() -> None:
         late = readers if process.exitcode == 0 and left > 1 else modules
         os.environ[preload.MODULES] = " ".join(each for each in modules if each not in late)
         why = "initialises CUDA" if process.exitcode == POISONED else "reads a worker's place, such as RANK"
-        log.warning("importing %s %s, so each worker imports these modules after its fork", " ".join(late), why)
+        log.warning(
+            "importing %s %s, so each worker imports these modules after its fork",
+            " ".join(late).replace(":", "."),
+            why,
+        )
         # Its own end would wait for threads that the imports have started.
         os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
         forkserver._forkserver._stop()  # type: ignore[attr-defined]

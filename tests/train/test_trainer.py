@@ -1,0 +1,74 @@
+"""`run.train`: a Trainer of Hugging Face goes on after an interruption as if there had been none."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER
+from tests.train.generations import Cluster, flatten
+from tests.train.scripts import SAMPLES
+from tests.train.trainers import EPOCHS
+
+NODES = ["a", "b"]
+STEPS = 4 * EPOCHS
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    cluster = Cluster(tmp_path_factory.mktemp("undisturbed"))
+    assert cluster.run(NODES, script="trained") == [0, 0], cluster.log()
+    return cluster
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 7, STEPS])
+def test_a_restart_changes_no_bit(tmp_path: Path, undisturbed: Cluster, stop_at: int) -> None:
+    cluster = Cluster(tmp_path)
+    assert cluster.run(NODES, stop_at=stop_at, script="trained") == [EXIT_DRAINED] * 2, cluster.log()
+    shutil.rmtree(cluster.slots("b"))
+    assert cluster.run(NODES, script="trained") == [0, 0], cluster.log()
+    for rank in (0, 1):
+        assert flatten(cluster.final(rank)) == flatten(undisturbed.final(rank))
+    assert cluster.seen() == undisturbed.seen()
+    assert all(sorted({*ids}) == list(range(SAMPLES)) for ids in undisturbed.seen().values())
+
+
+def test_a_peer_that_dies(tmp_path: Path, undisturbed: Cluster) -> None:
+    """The survivor ends as one whose peer is gone, and the Trainer goes on from the newest snapshot."""
+    cluster = Cluster(tmp_path)
+    codes = cluster.run(NODES, {1: {"die_at": 6}}, interval=2, script="trained")
+    assert codes == [EXIT_PEER, -signal.SIGKILL], cluster.log()
+    assert cluster.newest("a").step == 6
+    assert cluster.run(NODES, script="trained") == [0, 0], cluster.log()
+    assert flatten(cluster.final()) == flatten(undisturbed.final())
+    assert cluster.seen() == undisturbed.seen()
+
+
+def test_another_number_of_workers(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    assert cluster.run(NODES, stop_at=1, script="trained") == [EXIT_DRAINED] * 2, cluster.log()
+    assert cluster.run(NODES[:1], script="trained") == [1]
+    assert "the saved state is of 2 workers, and there are 1 now" in cluster.log()
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    assert cluster.run(["a"], script="refused") == [0], cluster.log()
+    found = [line for line in cluster.log().splitlines() if line.startswith("refused: ")]
+    assert [line.partition("run.train ")[2] for line in found] == [
+        "takes a transformers.Trainer, not a Run",
+        "does not support model_init (give the Trainer model= instead)",
+        "does not support auto_find_batch_size (set per_device_train_batch_size)",
+        "does not support a second call, nor one after run.track",
+    ]
+    elastic = Cluster(tmp_path / "elastic", elastic=True)
+    elastic.path.mkdir()
+    assert elastic.run(["a"], script="trained") == [1]
+    assert "give nodes one number in the job file" in elastic.log()
+    early = Cluster(tmp_path / "early")
+    early.path.mkdir()
+    assert early.run(NODES, script="too_early") == [0, 0], early.log()
+    assert early.log().count("refused: run.train: there are 2 workers, and the Trainer knows of 1") == 2

@@ -1,0 +1,116 @@
+"""Scripts for a Trainer of Hugging Face. A plan names one of them, as those of `tests.train.scripts`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+
+import spotrun
+from spotrun.errors import SpotrunError
+from tests.train.scripts import SAMPLES, Script
+
+BATCH, EPOCHS, ACCUMULATE = 8, 3, 2  # with two workers: 4 steps an epoch
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """Samples with their numbers, as a Trainer takes them."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.randn(16, generator=torch.Generator().manual_seed(index)), "labels": index}
+
+
+class Net(nn.Module):
+    """Its forward pass is what a Trainer asks for. script: sees the numbers of the samples in training."""
+
+    def __init__(self, script: Trained | None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 4))
+        self._script = script
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training and self._script is not None:
+            self._script.see(labels)
+        logits = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels % 4), "logits": logits}
+
+
+class Trained(Script):
+    """A script with a Trainer: it evaluates, logs, and may stop early."""
+
+    def __init__(self, plan: Any, out: Path, **options: Any) -> None:
+        self.run, self.plan, self.out = spotrun.init(seed=5), plan, out
+        self.ids: list[int] = []
+        given = {
+            "num_train_epochs": EPOCHS,
+            "per_device_train_batch_size": BATCH,
+            "gradient_accumulation_steps": ACCUMULATE,
+            "learning_rate": 1e-2,
+            "warmup_steps": 3,
+            "logging_steps": 1,
+            "eval_strategy": "epoch",
+            "save_strategy": "no",
+            "metric_for_best_model": "loss",
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": True,
+        }
+        args = TrainingArguments(str(out / "trainer"), **{**given, **options})
+        torch.manual_seed(5)
+        self.trainer = Trainer(
+            Net(self), args, train_dataset=Samples(), eval_dataset=Samples(), callbacks=[EarlyStoppingCallback(9)]
+        )
+
+    def see(self, labels: torch.Tensor) -> None:
+        if self.run.step == self.plan.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.note(ids=labels.tolist(), part=len(self.ids))
+
+    def save(self, **more: Any) -> None:
+        keep = ("loss", "eval_loss", "learning_rate", "grad_norm", "step", "epoch")
+        log = [each for each in self.trainer.state.log_history if "train_loss" not in each]  # the summary
+        history = [{key: each[key] for key in keep if key in each} for each in log]
+        state = {"model": self.trainer.model.state_dict(), "optimizer": self.trainer.optimizer.state_dict()}
+        torch.save({**state, "history": history, **more}, self.out / f"final-{self.run.rank}.pt")
+
+
+def trained(plan: Any, out: Path) -> None:
+    """Like most scripts with a Trainer."""
+    script = Trained(plan, out)
+    script.run.train(script.trainer)
+    script.save()
+
+
+def refused(plan: Any, out: Path) -> None:
+    """It prints what is wrong with its calls, and trains in between."""
+    script = Trained(plan, out)
+    run, trainer = script.run, script.trainer
+    _attempt(run, run)
+    _attempt(run, Trainer(model_init=partial(Net, None), args=trainer.args, eval_dataset=Samples()))
+    trainer.args.auto_find_batch_size = True
+    _attempt(run, trainer)
+    trainer.args.auto_find_batch_size = False
+    _attempt(run, trainer)
+    _attempt(run, trainer)
+
+
+def too_early(plan: Any, out: Path) -> None:
+    """Its TrainingArguments come before `spotrun.init`."""
+    args = TrainingArguments(str(out / "trainer"), report_to="none")
+    _attempt(spotrun.init(), Trainer(Net(None), args, train_dataset=Samples()))
+
+
+def _attempt(run: Any, trainer: Any) -> None:
+    try:
+        run.train(trainer)
+    except SpotrunError as error:
+        print("refused:", error, flush=True)
