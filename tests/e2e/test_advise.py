@@ -87,12 +87,21 @@ def test_a_measurement_that_is_interrupted_leaves_no_job(
     text = long.read_text()
     assert "--steps=300" in text
     long.write_text(text.replace("--steps=300", "--steps=300000"))
-    process = subprocess.Popen(command(cluster, "--measure", "10m", job=long), cwd=ROOT, env=dict(os.environ))
+    process = subprocess.Popen(
+        command(cluster, "--measure", "10m", job=long),
+        cwd=ROOT,
+        env=dict(os.environ),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
     try:
-        wait_for(lambda: measuring(cluster), 120, "the job that measures")
+        # If the head has the job, and the command does not know of it yet, the command only says so.
+        assert any("measuring on pool" in line for line in process.stdout), "it has ended"
         process.send_signal(number)
-        assert process.wait(240) != 0
+        process.communicate(timeout=240)
+        assert process.returncode != 0
         wait_for(lambda: measuring(cluster) == [], 60, "its end")
     finally:
         process.kill()
-        process.wait()
+        process.communicate()

@@ -144,12 +144,15 @@ def test_a_report_of_version_1_with_impossible_devices(devices: object) -> None:
     """It is refused, and not expanded first: a number of nine digits would use up the head's memory."""
     report = {"node": "a", "boot": "b", "pool": "p", "zone": "z", "address": "127.0.0.1", "job": "j-1"}
     text = json.dumps({**report, "phase": "running", "devices": devices})
-    tracemalloc.start()
-    try:
-        assert isinstance(agent_server._report(text), str)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
+    peaks = []
+    for _ in range(5):  # a thread that another test has left may use memory, but not each time
+        tracemalloc.start()
+        try:
+            assert isinstance(agent_server._report(text), str)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert min(peaks) < 1 << 20
 
 
 def test_what_a_node_says_takes_little_memory(tmp_path: Path) -> None:
