@@ -36,6 +36,19 @@ def test_a_restart_changes_no_bit(tmp_path: Path, undisturbed: Cluster, stop_at:
     assert all(sorted({*ids}) == list(range(SAMPLES)) for ids in undisturbed.seen().values())
 
 
+def test_frozen_parameters_are_in_no_snapshot(tmp_path: Path) -> None:
+    cluster, undisturbed = Cluster(tmp_path / "after"), Cluster(tmp_path / "before")
+    for each in (cluster, undisturbed):
+        each.path.mkdir()
+    assert undisturbed.run(["a"], script="adapted") == [0], undisturbed.log()
+    assert cluster.run(["a"], stop_at=9, script="adapted") == [EXIT_DRAINED], cluster.log()
+    names = set(cluster.newest("a").state["objects"]["model"])
+    assert names >= {"layers.1.weight", "layers.1.running_mean", "layers.3.bias"}
+    assert not any(name.startswith("layers.0.") for name in names)
+    assert cluster.run(["a"], script="adapted") == [0], cluster.log()
+    assert flatten(cluster.final()) == flatten(undisturbed.final())
+
+
 def test_a_peer_that_dies(tmp_path: Path, undisturbed: Cluster) -> None:
     """The survivor ends as one whose peer is gone, and the Trainer goes on from the newest snapshot."""
     cluster = Cluster(tmp_path)

@@ -49,7 +49,6 @@ class Trained(Script):
 
     def __init__(self, plan: Any, out: Path, **options: Any) -> None:
         self.run, self.plan, self.out = spotrun.init(seed=5), plan, out
-        self.ids: list[int] = []
         given = {
             "num_train_epochs": EPOCHS,
             "per_device_train_batch_size": BATCH,
@@ -66,14 +65,15 @@ class Trained(Script):
         }
         args = TrainingArguments(str(out / "trainer"), **{**given, **options})
         torch.manual_seed(5)
+        self.net = Net(self)
         self.trainer = Trainer(
-            Net(self), args, train_dataset=Samples(), eval_dataset=Samples(), callbacks=[EarlyStoppingCallback(9)]
+            self.net, args, train_dataset=Samples(), eval_dataset=Samples(), callbacks=[EarlyStoppingCallback(9)]
         )
 
     def see(self, labels: torch.Tensor) -> None:
         if self.run.step == self.plan.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        self.note(ids=labels.tolist(), part=len(self.ids))
+        self.note(ids=labels.tolist())
 
     def save(self, **more: Any) -> None:
         keep = ("loss", "eval_loss", "learning_rate", "grad_norm", "step", "epoch")
@@ -86,6 +86,14 @@ class Trained(Script):
 def trained(plan: Any, out: Path) -> None:
     """Like most scripts with a Trainer."""
     script = Trained(plan, out)
+    script.run.train(script.trainer)
+    script.save()
+
+
+def adapted(plan: Any, out: Path) -> None:
+    """Most of its model is frozen, as with LoRA."""
+    script = Trained(plan, out)
+    script.net.layers[0].requires_grad_(False)
     script.run.train(script.trainer)
     script.save()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -48,7 +49,8 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
     rest = Rest(trainer, run.world_size)
     if run._membership is not None:
         run._membership.restarts("a Trainer has a training loop of its own")
-    run.track(model=trainer.model, optimizer=trainer.optimizer, trainer=rest)
+    model = trainer.model if all(each.requires_grad for each in trainer.model.parameters()) else Changing(trainer.model)
+    run.track(model=model, optimizer=trainer.optimizer, trainer=rest)
     boundary, steps = run._boundary, Steps(run, rest, trainer.optimizer)
     trainer.add_callback(steps)
     run._clock.resume()
@@ -94,6 +96,27 @@ def _check(run: Run, trainer: Any) -> None:
             "run.train: a Trainer counts its steps by the number of workers, so it must not change: give nodes one "
             "number in the job file, such as nodes: 2"
         )
+
+
+class Changing:
+    """What training changes in a model with frozen parameters: the other parameters, and the buffers.
+
+    The script makes the frozen ones. So a snapshot of a large model with adapters (LoRA) has the adapters only.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        trained = (name for name, each in self._model.named_parameters() if each.requires_grad)
+        names = {*trained, *(name for name, _ in self._model.named_buffers())}
+        return {name: each for name, each in self._model.state_dict().items() if name in names}
+
+    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
+        own = dict((*self._model.named_parameters(), *self._model.named_buffers()))
+        with torch.no_grad():
+            for name, values in saved.items():
+                own[name].copy_(values)
 
 
 class Rest:
