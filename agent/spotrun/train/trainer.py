@@ -54,8 +54,10 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
     boundary, steps = run._boundary, Steps(run, rest, trainer.optimizer)
     trainer.add_callback(steps)
     run._clock.resume()
+    # A worker that is killed leaves the folder: here, the agent removes it with the job.
+    place = Path(run._membership.context.control).parent if run._membership is not None else None
     with (
-        tempfile.TemporaryDirectory(prefix="spotrun-") as folder,
+        tempfile.TemporaryDirectory(prefix="trainer-", dir=place) as folder,
         boundary.exit_if_a_peer_fails,
         boundary.loop,
         boundary.snapshots.guard or nullcontext(),
