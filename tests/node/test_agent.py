@@ -248,7 +248,10 @@ async def test_user_errors_and_hangs(tmp_path: Path) -> None:
     ("script", "said"),
     [
         ("", "the script has not called spotrun.init in the first 600 s"),
-        ("import spotrun\nspotrun.init()\n", "no step was completed in the first 600 s"),
+        (
+            "import spotrun\nspotrun.init()\n",
+            "no step was completed (did the script call run.track, or run.train(trainer)?) in the first 600 s",
+        ),
     ],
 )
 async def test_a_script_without_steps(script: str, said: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,23 @@ def test_a_restart_changes_no_bit(tmp_path: Path, undisturbed: Cluster, stop_at:
         assert flatten(cluster.final(rank)) == flatten(undisturbed.final(rank))
     assert cluster.seen() == undisturbed.seen()
     assert all(sorted({*ids}) == list(range(SAMPLES)) for ids in undisturbed.seen().values())
+
+
+@pytest.mark.parametrize("stop_at", [6, -1])
+def test_training_that_has_ended_does_not_go_on(tmp_path: Path, stop_at: int) -> None:
+    """Neither after a stop in its last step, nor after a failure later in the script."""
+    cluster, undisturbed = Cluster(tmp_path / "after"), Cluster(tmp_path / "before")
+    for each in (cluster, undisturbed):
+        each.path.mkdir()
+    assert undisturbed.run(NODES, script="stopped") == [0, 0], undisturbed.log()
+    codes = cluster.run(NODES, script="stopped", stop_at=stop_at, fail_at=6)
+    assert codes == ([1, 1] if stop_at < 0 else [EXIT_DRAINED] * 2), cluster.log()
+    assert cluster.run(NODES, script="stopped") == [0, 0], cluster.log()
+    assert cluster.newest("a").step == 6
+    for rank in (0, 1):
+        assert flatten(cluster.final(rank)) == flatten(undisturbed.final(rank))
+    results = {line for each in (cluster, undisturbed) for line in each.log().splitlines() if "result: 6" in line}
+    assert len(results) == 1
 
 
 def test_frozen_parameters_are_in_no_snapshot(tmp_path: Path) -> None:
@@ -71,11 +89,23 @@ def test_what_is_refused(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     assert cluster.run(["a"], script="refused") == [0], cluster.log()
     found = [line for line in cluster.log().splitlines() if line.startswith("refused: ")]
+    without = "Leave out resume_from_checkpoint=True: after an interruption, run.train goes on without it"
+    assert found.pop(1) == f"refused: run.train: {cluster.path / 'out' / 'trainer'} has no checkpoint. {without}"
     assert [line.partition("run.train ")[2] for line in found] == [
-        "takes a transformers.Trainer, not a Run",
+        "takes a transformers.Trainer, not a spotrun.train.run.Run",
         "does not support model_init (give the Trainer model= instead)",
         "does not support auto_find_batch_size (set per_device_train_batch_size)",
-        "does not support a second call, nor one after run.track",
+        "does not support a second call in a script",
+    ]
+    assert "the script reads run.world_size" not in cluster.log()
+    after = Cluster(tmp_path / "after")
+    after.path.mkdir()
+    assert after.run(["a"], script="refused_after") == [0], after.log()
+    assert [line for line in after.log().splitlines() if line.startswith("refused: ")] == [
+        f"refused: run.train needs transformers 99.5 or newer, not {version('transformers')}: name "
+        "transformers>=99.5 in requirements",
+        "refused: run.train: leave out run.ddp, and give the Trainer the module itself",
+        "refused: run.train does not support run.track before it (leave run.track out)",
     ]
     elastic = Cluster(tmp_path / "elastic", elastic=True)
     elastic.path.mkdir()

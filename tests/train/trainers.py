@@ -7,6 +7,7 @@ import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -98,16 +99,42 @@ def adapted(plan: Any, out: Path) -> None:
     script.save()
 
 
+def stopped(plan: Any, out: Path) -> None:
+    """Training stops in the middle of an epoch, and more follows."""
+    script = Trained(plan, out, max_steps=6, load_best_model_at_end=True, save_strategy="epoch")
+    result = script.run.train(script.trainer)
+    if script.run.rank == 0:
+        print("result:", result.global_step, result.training_loss, flush=True)
+    script.trainer.evaluate()
+    if plan.fail_at == script.run.step:
+        raise ValueError("a bug in the script")
+    script.save()
+
+
 def refused(plan: Any, out: Path) -> None:
     """It prints what is wrong with its calls, and trains in between."""
     script = Trained(plan, out)
     run, trainer = script.run, script.trainer
     _attempt(run, run)
+    _attempt(run, trainer, resume_from_checkpoint=True)
     _attempt(run, Trainer(model_init=partial(Net, None), args=trainer.args, eval_dataset=Samples()))
     trainer.args.auto_find_batch_size = True
     _attempt(run, trainer)
     trainer.args.auto_find_batch_size = False
     _attempt(run, trainer)
+    _attempt(run, trainer)
+
+
+def refused_after(plan: Any, out: Path) -> None:
+    """It prints what is wrong with `run.train` after other calls, and with another version of transformers."""
+    script = Trained(plan, out)
+    run, trainer = script.run, script.trainer
+    with patch("spotrun.train.trainer._OLDEST", (99, 5)):
+        _attempt(run, trainer)
+    run.ddp(nn.Linear(2, 2))
+    _attempt(run, trainer)
+    run._models.clear()
+    run.track(net=script.net)
     _attempt(run, trainer)
 
 
@@ -117,8 +144,8 @@ def too_early(plan: Any, out: Path) -> None:
     _attempt(spotrun.init(), Trainer(Net(None), args, train_dataset=Samples()))
 
 
-def _attempt(run: Any, trainer: Any) -> None:
+def _attempt(run: Any, trainer: Any, **options: Any) -> None:
     try:
-        run.train(trainer)
+        run.train(trainer, **options)
     except SpotrunError as error:
         print("refused:", error, flush=True)

@@ -37,11 +37,15 @@ def read(control: Path, log: Path, rank: int, code: int) -> Failure:
 
 def why_hung(controls: Iterable[Control], spec: JobSpec) -> str:
     """What the workers of a generation, which hang, have not done in time."""
-    known = [(each.entered, each.step > max(each.base, 0)) for each in controls]
-    if any(stepped for _, stepped in known):
+    known = [(each.entered, each.restored, each.step > max(each.base, 0)) for each in controls]
+    if any(stepped for *_, stepped in known):
         return f"no step was completed for {spec.hang_timeout:g} s (hang_timeout in the job file)"
-    entered = any(at for at, _ in known)
-    missing = "no step was completed" if entered else "the script has not called spotrun.init"
+    if not any(entered for entered, *_ in known):
+        missing = "the script has not called spotrun.init"
+    elif not any(restored for _, restored, _ in known):
+        missing = "no step was completed (did the script call run.track, or run.train(trainer)?)"
+    else:
+        missing = "no step was completed"
     return f"{missing} in the first {spec.start_timeout:g} s (start_timeout in the job file)"
 
 

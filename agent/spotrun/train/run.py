@@ -281,8 +281,11 @@ class Run:
 
         It takes the place of `ddp`, `track`, `steps` and `backward`. `spotrun.init` must come before TrainingArguments.
         """
-        from spotrun.train.trainer import train  # not at the top: it imports transformers
-
+        try:
+            from spotrun.train.trainer import train  # not at the top: it imports transformers
+        except ImportError as error:
+            needed = "a Trainer of transformers 5.24 or newer: name transformers>=5.24 in requirements"
+            raise SpotrunError(f"run.train needs {needed} ({error})") from error
         return train(self, trainer, options)
 
     def log(self, **values: Any) -> None:

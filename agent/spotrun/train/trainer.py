@@ -13,6 +13,7 @@ Read in transformers 5.24: `Trainer.train`, `_inner_training_loop`, `_init_train
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -20,10 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from spotrun.errors import SpotrunError
 from spotrun.train.batches import Batch
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 _TIMES = ("_runtime", "_per_second")
 _PLACE = ("is_local_process_zero", "is_world_process_zero")
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")  # accelerate's names for what splits a state over the ranks
+_OLDEST = (5, 24)  # of transformers
 
 
 def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
@@ -44,11 +48,11 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
 
     Raises `SpotrunError` for a Trainer that could not go on after an interruption.
     """
-    _check(run, trainer)
-    trainer.create_optimizer()
-    rest = Rest(trainer, run.world_size)
     if run._membership is not None:
         run._membership.restarts("a Trainer has a training loop of its own")
+    _check(run, trainer, options)
+    trainer.create_optimizer()
+    rest = Rest(trainer, run.world_size)
     model = trainer.model if all(each.requires_grad for each in trainer.model.parameters()) else Changing(trainer.model)
     run.track(model=model, optimizer=trainer.optimizer, trainer=rest)
     boundary, steps = run._boundary, Steps(run, rest, trainer.optimizer)
@@ -67,37 +71,59 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
             trainer._load_from_checkpoint = lambda *_, **__: None  # the model has its state
             trainer.args.restore_callback_states_from_checkpoint = True
             options = {**options, "resume_from_checkpoint": folder}
-        result = trainer.train(**options)
-        steps.end(trainer.state, trainer.model)
+        if rest.result is None:
+            rest.result = trainer.train(**options)
+            steps.end(trainer.state, trainer.model)
+        else:  # one more call would train on, if training has stopped in the middle of an epoch
+            rest.recall(Path(folder, TRAINER_STATE_NAME))
     boundary.profiling.end_loop()
     reseed(run._state.seed, run.step, 0, run.rank)  # after a restart, the code after this call draws the same
     boundary.metrics.flush()
     boundary.finish(True)
-    return result
+    return rest.result
 
 
-def _check(run: Run, trainer: Any) -> None:
+def _check(run: Run, trainer: Any, options: dict[str, Any]) -> None:
     if not isinstance(trainer, Trainer):
-        raise SpotrunError(f"run.train takes a transformers.Trainer, not a {type(trainer).__name__}")
+        found = type(trainer)
+        raise SpotrunError(f"run.train takes a transformers.Trainer, not a {found.__module__}.{found.__qualname__}")
+    if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) < _OLDEST:
+        raise SpotrunError(
+            f"run.train needs transformers {_OLDEST[0]}.{_OLDEST[1]} or newer, not {transformers.__version__}: name "
+            f"transformers>={_OLDEST[0]}.{_OLDEST[1]} in requirements"
+        )
+    if run._models:
+        raise SpotrunError("run.train: leave out run.ddp, and give the Trainer the module itself")
     if trainer.args.world_size != run.world_size:
         raise SpotrunError(
             f"run.train: there are {run.world_size} workers, and the Trainer knows of {trainer.args.world_size}: call "
             "spotrun.init() before TrainingArguments(…)"
         )
     for wrong, what in (
-        (bool(run._state.objects), "a second call, nor one after run.track"),
-        (not hasattr(trainer, "_load_from_checkpoint"), "this version of transformers"),
+        ("trainer" in run._state.objects, "a second call in a script"),
+        (bool(run._state.objects), "run.track before it (leave run.track out)"),
+        (not hasattr(trainer, "_load_from_checkpoint"), f"transformers {transformers.__version__}"),
         (trainer.model_init is not None, "model_init (give the Trainer model= instead)"),
         (trainer.args.auto_find_batch_size, "auto_find_batch_size (set per_device_train_batch_size)"),
         (str(trainer.accelerator.distributed_type).endswith(_SHARDED), "FSDP or DeepSpeed"),
     ):
         if wrong:
             raise SpotrunError(f"run.train does not support {what}")
+    if options.get("resume_from_checkpoint") is True and not _has_checkpoint(trainer.args.output_dir):
+        raise SpotrunError(
+            f"run.train: {trainer.args.output_dir} has no checkpoint. Leave out resume_from_checkpoint=True: after an "
+            "interruption, run.train goes on without it"
+        )
     if run._membership is not None and run._membership.context.elastic:
         raise SpotrunError(
             "run.train: a Trainer counts its steps by the number of workers, so it must not change: give nodes one "
             "number in the job file, such as nodes: 2"
         )
+
+
+def _has_checkpoint(folder: str | None) -> bool:
+    found = get_last_checkpoint(folder) if folder and Path(folder).is_dir() else None  # type: ignore[no-untyped-call]
+    return found is not None
 
 
 class Changing:
@@ -125,10 +151,12 @@ class Rest:
     """What a Trainer has besides its model and its optimizer, as an object for `run.track`.
 
     saved: what was loaded; empty if nothing was. The Trainer makes its scheduler later: `give` has it load its part.
+    result: what `trainer.train` has returned; None: training has not ended.
     """
 
     def __init__(self, trainer: Any, workers: int) -> None:
         self.saved: dict[str, Any] = {}
+        self.result: TrainOutput | None = None
         self._trainer, self._workers = trainer, workers
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,10 +164,12 @@ class Rest:
         callbacks = (*self._trainer.callback_handler.callbacks, self._trainer.control)
         exported = [each for each in callbacks if isinstance(each, ExportableState)]
         state = self._trainer.state
-        history = [{k: v for k, v in each.items() if not k.endswith(_TIMES)} for each in state.log_history]
+        history = [_timeless(each) for each in state.log_history]
         kept = asdict(replace(state, log_history=history, stateful_callbacks=exported))
         kept.update(dict.fromkeys(_PLACE, True))
         parts = {name: part.state_dict() for name, part in self._parts().items()}
+        if self.result is not None:
+            parts["result"] = self.result._replace(metrics=_timeless(self.result.metrics))._asdict()
         return {"workers": self._workers, "state": kept, **parts}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -150,6 +180,16 @@ class Rest:
                 "Trainer counts its steps by them: go on with as many, or submit a new job"
             )
         self.saved = saved
+        if "result" in saved:
+            self.result = TrainOutput(**saved["result"])
+
+    def recall(self, path: Path) -> None:
+        """Give the Trainer the state that it had when training ended. path: of a file with it."""
+        trainer = self._trainer
+        trainer.state = state = TrainerState.load_from_json(str(path))
+        state.is_local_process_zero = trainer.is_local_process_zero()
+        state.is_world_process_zero = trainer.is_world_process_zero()
+        trainer._load_callback_state()
 
     def give(self) -> None:
         """Have the Trainer's scheduler and scaler load what was saved."""
@@ -161,6 +201,11 @@ class Rest:
         trainer = self._trainer
         found = {"scheduler": trainer.lr_scheduler, "scaler": getattr(trainer.accelerator, "scaler", None)}
         return {name: part for name, part in found.items() if part is not None}
+
+
+def _timeless(values: dict[str, Any]) -> dict[str, Any]:
+    """What the Trainer logs, without the times, which differ between ranks."""
+    return {name: each for name, each in values.items() if not name.endswith(_TIMES)}
 
 
 class Steps(TrainerCallback):
