@@ -46,7 +46,8 @@ from tests.train import faults, scripts
 from tests.train.forks import forked
 from tests.train.meeting import meeting
 
-TRAINERS = ("trained", "adapted", "refused", "too_early")  # scripts of `tests.train.trainers`
+# Scripts of `tests.train.trainers`.
+TRAINERS = ("trained", "adapted", "averaging", "part_of_an_epoch", "stopping", "unusual", "refused", "too_early")
 SAMPLES, BATCH, EPOCHS = 104, 8, 3  # with 3 workers: 5 steps an epoch, the last of 8 samples (3, 3, 2)
 
 everything = {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import tempfile
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +45,13 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
     Raises `SpotrunError` for a Trainer that could not go on after an interruption.
     """
     _check(run, trainer)
-    trainer.create_optimizer()
+    _prepare(trainer)
     rest = Rest(trainer, run.world_size)
     if run._membership is not None:
         run._membership.restarts("a Trainer has a training loop of its own")
     model = trainer.model if all(each.requires_grad for each in trainer.model.parameters()) else Changing(trainer.model)
     run.track(model=model, optimizer=trainer.optimizer, trainer=rest)
-    boundary, steps = run._boundary, Steps(run, rest, trainer.optimizer)
+    boundary, steps = run._boundary, Steps(run, trainer, rest, model)
     trainer.add_callback(steps)
     run._clock.resume()
     with (
@@ -61,11 +61,13 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
         boundary.snapshots.guard or nullcontext(),
     ):
         if rest.saved:
-            Path(folder, TRAINER_STATE_NAME).write_text(json.dumps(rest.saved["state"]), encoding="utf-8")
+            Path(folder, TRAINER_STATE_NAME).write_text(rest.text(), encoding="utf-8")
             trainer._load_from_checkpoint = lambda *_, **__: None  # the model has its state
             trainer.args.restore_callback_states_from_checkpoint = True
+            trainer.args.eval_on_start = False  # it was done
             options = {**options, "resume_from_checkpoint": folder}
         result = trainer.train(**options)
+        rest.ended = True
         steps.end(trainer.state, trainer.model)
     boundary.profiling.end_loop()
     reseed(run._state.seed, run.step, 0, run.rank)  # after a restart, the code after this call draws the same
@@ -98,22 +100,43 @@ def _check(run: Run, trainer: Any) -> None:
         )
 
 
+def _prepare(trainer: Any) -> None:
+    """What must not change any more when the state is restored: the model's device, and which optimizer there is."""
+    args = trainer.args
+    if (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_model_parallel:
+        trainer._move_model_to_device(trainer.model, args.device)  # otherwise `trainer.train` does it
+    trainer.create_optimizer()
+    trainer.create_optimizer = lambda *_, **__: trainer.optimizer  # a subclass may make another one in each call
+
+
 class Changing:
     """What training changes in a model with frozen parameters: the other parameters, and the buffers.
 
-    The script makes the frozen ones. So a snapshot of a large model with adapters (LoRA) has the adapters only.
+    The script makes the frozen ones. So a snapshot of a large model with adapters (LoRA) has the adapters only. A
+    parameter that was ever trained belongs to it, and so does a frozen one that has changed, such as an average.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._names = {name for name, _ in model.named_buffers()}
+        self._versions: dict[str, int] = {}  # of the parameters, when training begins
+
+    def begin(self) -> None:
+        """Training begins: from now on, a change of a parameter counts."""
+        self._versions = {name: each._version for name, each in self._model.named_parameters()}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        trained = (name for name, each in self._model.named_parameters() if each.requires_grad)
-        names = {*trained, *(name for name, _ in self._model.named_buffers())}
-        return {name: each for name, each in self._model.state_dict().items() if name in names}
+        for name, each in self._model.named_parameters():
+            if each.requires_grad or self._versions.get(name, each._version) != each._version:
+                self._names.add(name)
+        return {name: each for name, each in self._model.state_dict().items() if name in self._names}
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
         own = dict((*self._model.named_parameters(), *self._model.named_buffers()))
+        if lost := sorted((saved.keys() - own.keys()) | (self.state_dict().keys() - saved.keys())):
+            where = "saved state" if lost[0] in saved else "model"
+            raise SpotrunError(f"run.train: only the {where} has {lost[0]}. Submit a changed script as a new job")
+        self._names |= saved.keys()
         with torch.no_grad():
             for name, values in saved.items():
                 own[name].copy_(values)
@@ -123,22 +146,39 @@ class Rest:
     """What a Trainer has besides its model and its optimizer, as an object for `run.track`.
 
     saved: what was loaded; empty if nothing was. The Trainer makes its scheduler later: `give` has it load its part.
+    ended: whether the training has ended.
     """
 
     def __init__(self, trainer: Any, workers: int) -> None:
         self.saved: dict[str, Any] = {}
+        self.ended = False
         self._trainer, self._workers = trainer, workers
+        self._history: list[Any] = []  # the Trainer's log, and as lines: each snapshot has all of it
+        self._lines: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
         """The same on all ranks, as far as what the script logs is."""
         callbacks = (*self._trainer.callback_handler.callbacks, self._trainer.control)
         exported = [each for each in callbacks if isinstance(each, ExportableState)]
-        state = self._trainer.state
-        history = [{k: v for k, v in each.items() if not k.endswith(_TIMES)} for each in state.log_history]
-        kept = asdict(replace(state, log_history=history, stateful_callbacks=exported))
+        kept = vars(replace(self._trainer.state, log_history=[], stateful_callbacks=exported))
         kept.update(dict.fromkeys(_PLACE, True))
         parts = {name: part.state_dict() for name, part in self._parts().items()}
-        return {"workers": self._workers, "state": kept, **parts}
+        return {"workers": self._workers, "ended": self.ended, "state": kept, "log": self._log(), **parts}
+
+    def _log(self) -> str:
+        """The Trainer's log, a line for each entry. The summary is not in it: its loss is this rank's."""
+        history = self._trainer.state.log_history
+        if history is not self._history or len(history) < len(self._lines):
+            self._history, self._lines = history, []
+        for each in history[len(self._lines) :]:
+            kept = {} if "train_runtime" in each else {k: v for k, v in each.items() if not k.endswith(_TIMES)}
+            self._lines.append(json.dumps(kept, default=_plain))
+        return "\n".join(self._lines)
+
+    def text(self) -> str:
+        """The saved state of the Trainer, as in a file of its own."""
+        log = [entry for line in self.saved["log"].splitlines() if (entry := json.loads(line))]
+        return json.dumps({**self.saved["state"], "log_history": log}, default=_plain)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Keep it for `give`. Raises `SpotrunError` if it is of another number of workers."""
@@ -161,29 +201,46 @@ class Rest:
         return {name: part for name, part in found.items() if part is not None}
 
 
+def _plain(value: Any) -> Any:
+    """For JSON: numbers for a tensor or an array, and a text for any other object that a script has logged."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
 class Steps(TrainerCallback):
     """The boundary between two steps of a Trainer, and its log."""
 
-    def __init__(self, run: Run, rest: Rest, optimizer: torch.optim.Optimizer) -> None:
-        self._run, self._rest, self._optimizer = run, rest, optimizer
+    def __init__(self, run: Run, trainer: Any, rest: Rest, model: Any) -> None:
+        self._run, self._trainer, self._rest, self._model = run, trainer, rest, model
+        self._optimizer: torch.optim.Optimizer = trainer.optimizer
         self._done = False  # whether a step is done that is not counted yet
         self._samples = 0  # of this rank in a step
-        # The scheduler, made after the optimizer has its state, sets the optimizer's first learning rate.
-        self._groups = [{k: v for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
+        # The optimizer has its state. Then accelerate converts this to the parameters' types, and the scheduler, when
+        # it is made, sets the first learning rate.
+        self._groups = [{k: v for k, v in each.items() if k != "params"} for each in self._optimizer.param_groups]
+        self._values = {parameter: {**values} for parameter, values in self._optimizer.state.items()}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run = self._run
+        if self._rest.ended:
+            raise SpotrunError("run.train: this Trainer has trained. A script can have spotrun keep one training only")
         if self._rest.saved:
             self._rest.give()
             for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
                 group.update(saved)
+            self._optimizer.state.update(self._values)
+            if self._rest.saved["ended"]:  # otherwise the Trainer would do one step more
+                control.should_training_stop, self._trainer._run_epoch = True, lambda **_: None
+        self._values.clear()
+        if isinstance(self._model, Changing):
+            self._model.begin()
         self._samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
         run._sizes, run._epochs = (0.0, self._samples * run.world_size), state.num_train_epochs + 1
         if run._control is not None:
             run._control.tell_total(run.step + state.max_steps - state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        reseed(self._run._state.seed, "epoch", int(state.epoch or 0), self._run.rank)  # the loader draws its seed
+        # The loader draws its seed, and some samplers draw an order that must be the same on all ranks.
+        reseed(self._run._state.seed, "epoch", int(state.epoch or 0))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         run = self._run
