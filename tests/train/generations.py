@@ -47,7 +47,8 @@ from tests.train.forks import forked
 from tests.train.meeting import meeting
 
 # Scripts of `tests.train.trainers`.
-TRAINERS = ("trained", "adapted", "averaging", "part_of_an_epoch", "stopping", "unusual", "refused", "too_early")
+TRAINERS = ("trained", "adapted", "averaging", "choosing", "part_of_an_epoch", "stopping", "unusual")
+TRAINERS += ("refused", "too_early")
 SAMPLES, BATCH, EPOCHS = 104, 8, 3  # with 3 workers: 5 steps an epoch, the last of 8 samples (3, 3, 2)
 
 everything = {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}

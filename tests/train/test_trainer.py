@@ -62,6 +62,13 @@ def test_an_unusual_trainer(tmp_path: Path) -> None:
     assert all(sorted({*ids}) == list(range(SAMPLES)) for ids in cluster.seen().values())
 
 
+def test_all_nodes_end_with_the_best_model(tmp_path: Path) -> None:
+    cluster = compare(tmp_path, "choosing", NODES, 6)
+    assert flatten(cluster.final(1)["model"]) == flatten(cluster.final()["model"])
+    records = [cluster.newest(node) for node in NODES]
+    assert (records[0].xxh3, records[0].state) == (records[1].xxh3, records[1].state)
+
+
 def compare(path: Path, script: str, nodes: list[str], stop_at: int) -> Cluster:
     """Interrupt the script after this step. Its results must be those of an undisturbed one."""
     cluster, undisturbed = Cluster(path / "after"), Cluster(path / "before")

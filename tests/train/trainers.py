@@ -147,6 +147,18 @@ def unusual(plan: Any, out: Path) -> None:
     script.save(logged=[[*torch.as_tensor(each["tensor"]), float(each["number"])] for each in entries])
 
 
+def choosing(plan: Any, out: Path) -> None:
+    """It ends with its best model, which only the node of rank 0 has. No later one counts as better."""
+    node = out / os.environ["RANK"]
+    node.mkdir(exist_ok=True)
+    os.chdir(node)
+    options = {"save_strategy": "epoch", "load_best_model_at_end": True, "greater_is_better": True}
+    script = Trained(plan, Path(), **options)
+    script.out = out
+    script.run.train(script.trainer)
+    script.save()
+
+
 class Mean(TrainerCallback):
     """Makes a frozen layer the average of a trained one."""
 

@@ -13,6 +13,7 @@ Read in transformers 5.24: `Trainer.train`, `_inner_training_loop`, `_init_train
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,10 +25,11 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from spotrun.errors import SpotrunError
 from spotrun.train.batches import Batch
-from spotrun.train.parallel import share_buffers
+from spotrun.train.parallel import share
 from spotrun.train.rng import reseed
 
 if TYPE_CHECKING:
@@ -68,6 +70,8 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
             options = {**options, "resume_from_checkpoint": folder}
         result = trainer.train(**options)
         rest.ended = True
+        if trainer.args.load_best_model_at_end and run.world_size > 1:
+            share(model.state_dict().values())  # it may be on the disk of rank 0's node only
         steps.end(trainer.state, trainer.model)
     boundary.profiling.end_loop()
     reseed(run._state.seed, run.step, 0, run.rank)  # after a restart, the code after this call draws the same
@@ -162,6 +166,10 @@ class Rest:
         exported = [each for each in callbacks if isinstance(each, ExportableState)]
         kept = vars(replace(self._trainer.state, log_history=[], stateful_callbacks=exported))
         kept.update(dict.fromkeys(_PLACE, True))
+        if step := kept["best_global_step"]:  # not all nodes have its checkpoint
+            kept["best_model_checkpoint"] = os.path.join(
+                self._trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}"
+            )
         parts = {name: part.state_dict() for name, part in self._parts().items()}
         return {"workers": self._workers, "ended": self.ended, "state": kept, "log": self._log(), **parts}
 
@@ -267,7 +275,7 @@ class Steps(TrainerCallback):
         if not self._done:
             return
         self._done = False
-        if run.world_size > 1 and any(True for _ in model.buffers()):
-            share_buffers(model)
+        if run.world_size > 1:
+            share(model.buffers())
         run._clock.samples += self._samples
         run._boundary.end_step(None, int(state.global_step))
