@@ -114,11 +114,22 @@ def stopping(plan: Any, out: Path) -> None:
     script.save()
 
 
+class Precise(torch.optim.SGD):
+    """Its state has more precision than the parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter, dtype=torch.float64))
+            mean.lerp_(parameter.grad.double(), 0.1)
+            parameter.grad.copy_(mean)
+        return super().step(closure)
+
+
 class Unusual(Trainer):
     """It makes an optimizer in each call, draws an order for the samples, and logs what is no number."""
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = Precise(self.model.parameters(), lr=0.1)
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:

@@ -225,7 +225,7 @@ class Steps(TrainerCallback):
         # The optimizer has its state. Then accelerate converts this to the parameters' types, and the scheduler, when
         # it is made, sets the first learning rate.
         self._groups = [{k: v for k, v in each.items() if k != "params"} for each in self._optimizer.param_groups]
-        self._values = {parameter: {**values} for parameter, values in self._optimizer.state.items()}
+        self._values = dict(self._optimizer.state)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run = self._run
@@ -247,6 +247,8 @@ class Steps(TrainerCallback):
             run._control.tell_total(run.step + state.max_steps - state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.dataloader_num_workers:
+            self._run._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
         # The loader draws its seed, and some samplers draw an order that must be the same on all ranks.
         reseed(self._run._state.seed, "epoch", int(state.epoch or 0))
 
