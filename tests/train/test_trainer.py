@@ -55,16 +55,50 @@ def test_training_that_has_ended_does_not_go_on(tmp_path: Path, stop_at: int) ->
 
 
 def test_frozen_parameters_are_in_no_snapshot(tmp_path: Path) -> None:
-    cluster, undisturbed = Cluster(tmp_path / "after"), Cluster(tmp_path / "before")
-    for each in (cluster, undisturbed):
-        each.path.mkdir()
-    assert undisturbed.run(["a"], script="adapted") == [0], undisturbed.log()
-    assert cluster.run(["a"], stop_at=9, script="adapted") == [EXIT_DRAINED], cluster.log()
+    cluster = compare(tmp_path, "adapted", ["a"], 9)
     names = set(cluster.newest("a").state["objects"]["model"])
     assert names >= {"layers.1.weight", "layers.1.running_mean", "layers.3.bias"}
     assert not any(name.startswith("layers.0.") for name in names)
-    assert cluster.run(["a"], script="adapted") == [0], cluster.log()
+
+
+def test_a_frozen_parameter_that_changes(tmp_path: Path) -> None:
+    cluster = compare(tmp_path, "averaging", ["a"], 9)
+    names = set(cluster.newest("a").state["objects"]["model"])
+    assert "mean.weight" in names
+    assert not names & {"mean.bias", "still.weight"}
+
+
+@pytest.mark.parametrize(("script", "last"), [("part_of_an_epoch", 5), ("stopping", 6)])
+def test_an_interruption_after_the_last_step(tmp_path: Path, script: str, last: int) -> None:
+    """The Trainer does no step more, though its epoch has some."""
+    cluster = compare(tmp_path, script, ["a"], last)
+    assert cluster.newest("a").step == last
+
+
+def test_an_unusual_trainer(tmp_path: Path) -> None:
+    cluster = compare(tmp_path, "unusual", NODES, 5)
+    assert all(sorted({*ids}) == list(range(SAMPLES)) for ids in cluster.seen().values())
+
+
+def test_all_nodes_end_with_the_best_model(tmp_path: Path) -> None:
+    cluster = compare(tmp_path, "choosing", NODES, 6)
+    assert flatten(cluster.final(1)["model"]) == flatten(cluster.final()["model"])
+    records = [cluster.newest(node) for node in NODES]
+    assert (records[0].xxh3, records[0].state) == (records[1].xxh3, records[1].state)
+
+
+def compare(path: Path, script: str, nodes: list[str], stop_at: int) -> Cluster:
+    """Interrupt the script after this step. Its results must be those of an undisturbed one."""
+    cluster, undisturbed = Cluster(path / "after"), Cluster(path / "before")
+    for each in (cluster, undisturbed):
+        each.path.mkdir()
+    done, left = [0] * len(nodes), [EXIT_DRAINED] * len(nodes)
+    assert undisturbed.run(nodes, script=script) == done, undisturbed.log()
+    assert cluster.run(nodes, stop_at=stop_at, script=script) == left, cluster.log()
+    assert cluster.run(nodes, script=script) == done, cluster.log()
     assert flatten(cluster.final()) == flatten(undisturbed.final())
+    assert cluster.seen() == undisturbed.seen()
+    return cluster
 
 
 def test_a_peer_that_dies(tmp_path: Path, undisturbed: Cluster) -> None:
@@ -91,11 +125,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
     found = [line for line in cluster.log().splitlines() if line.startswith("refused: ")]
     without = "Leave out resume_from_checkpoint=True: after an interruption, run.train goes on without it"
     assert found.pop(1) == f"refused: run.train: {cluster.path / 'out' / 'trainer'} has no checkpoint. {without}"
-    assert [line.partition("run.train ")[2] for line in found] == [
+    assert [line.partition("run.train")[2].lstrip(": ") for line in found] == [
         "takes a transformers.Trainer, not a spotrun.train.run.Run",
         "does not support model_init (give the Trainer model= instead)",
         "does not support auto_find_batch_size (set per_device_train_batch_size)",
         "does not support a second call in a script",
+        "this Trainer has trained. A script can have spotrun keep one training only",
     ]
     assert "the script reads run.world_size" not in cluster.log()
     after = Cluster(tmp_path / "after")

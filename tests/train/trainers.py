@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 import spotrun
 from spotrun.errors import SpotrunError
@@ -48,7 +48,9 @@ class Net(nn.Module):
 class Trained(Script):
     """A script with a Trainer: it evaluates, logs, and may stop early."""
 
-    def __init__(self, plan: Any, out: Path, **options: Any) -> None:
+    def __init__(
+        self, plan: Any, out: Path, kind: type[Trainer] = Trainer, callback: Any = None, **options: Any
+    ) -> None:
         self.run, self.plan, self.out = spotrun.init(seed=5), plan, out
         given = {
             "num_train_epochs": EPOCHS,
@@ -67,9 +69,8 @@ class Trained(Script):
         args = TrainingArguments(str(out / "trainer"), **{**given, **options})
         torch.manual_seed(5)
         self.net = Net(self)
-        self.trainer = Trainer(
-            self.net, args, train_dataset=Samples(), eval_dataset=Samples(), callbacks=[EarlyStoppingCallback(9)]
-        )
+        callbacks = [callback or EarlyStoppingCallback(9)]
+        self.trainer = kind(self.net, args, train_dataset=Samples(), eval_dataset=Samples(), callbacks=callbacks)
 
     def see(self, labels: torch.Tensor) -> None:
         if self.run.step == self.plan.die_at:
@@ -78,7 +79,7 @@ class Trained(Script):
 
     def save(self, **more: Any) -> None:
         keep = ("loss", "eval_loss", "learning_rate", "grad_norm", "step", "epoch")
-        log = [each for each in self.trainer.state.log_history if "train_loss" not in each]  # the summary
+        log = [each for each in self.trainer.state.log_history if "train_loss" not in each]  # without the summary
         history = [{key: each[key] for key in keep if key in each} for each in log]
         state = {"model": self.trainer.model.state_dict(), "optimizer": self.trainer.optimizer.state_dict()}
         torch.save({**state, "history": history, **more}, self.out / f"final-{self.run.rank}.pt")
@@ -111,6 +112,94 @@ def stopped(plan: Any, out: Path) -> None:
     script.save()
 
 
+def part_of_an_epoch(plan: Any, out: Path) -> None:
+    """Its training ends within an epoch."""
+    script = Trained(plan, out, num_train_epochs=0.6)
+    script.run.train(script.trainer)
+    script.save()
+
+
+def stopping(plan: Any, out: Path) -> None:
+    """Its training stops early: its loss never counts as better."""
+    options = {"greater_is_better": True, "eval_strategy": "steps", "eval_steps": 2}
+    script = Trained(plan, out, callback=EarlyStoppingCallback(2, 100.0), **options)
+    script.run.train(script.trainer)
+    script.save()
+
+
+class Precise(torch.optim.SGD):
+    """Its state has more precision than the parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter, dtype=torch.float64))
+            mean.lerp_(parameter.grad.double(), 0.1)
+            parameter.grad.copy_(mean)
+        return super().step(closure)
+
+
+class Unusual(Trainer):
+    """It makes an optimizer in each call, draws an order for the samples, and logs what is no number."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = Precise(self.model.parameters(), lr=0.1)
+        return self.optimizer
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return Drawn()
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        self.log({"tensor": torch.ones(2), "object": Samples(), "number": torch.tensor(1.5)})  # type: ignore[dict-item]
+        return super().compute_loss(*args, **options)
+
+
+class Drawn(torch.utils.data.Sampler[int]):
+    """An order from the global generator."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(SAMPLES).tolist())
+
+
+def unusual(plan: Any, out: Path) -> None:
+    """Its Trainer is not like others, and evaluates before the first step."""
+    script = Trained(plan, out, Unusual, eval_on_start=True)
+    script.run.train(script.trainer)
+    entries = [each for each in script.trainer.state.log_history if "tensor" in each]
+    script.save(logged=[[*torch.as_tensor(each["tensor"]), float(each["number"])] for each in entries])
+
+
+def choosing(plan: Any, out: Path) -> None:
+    """It ends with its best model, which only the node of rank 0 has. No later one counts as better."""
+    node = out / os.environ["RANK"]
+    node.mkdir(exist_ok=True)
+    os.chdir(node)
+    options = {"save_strategy": "epoch", "load_best_model_at_end": True, "greater_is_better": True}
+    script = Trained(plan, Path(), **options)
+    script.out = out
+    script.run.train(script.trainer)
+    script.save()
+
+
+class Mean(TrainerCallback):
+    """Makes a frozen layer the average of a trained one."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        with torch.no_grad():
+            model.mean.weight.lerp_(model.layers[0].weight, 0.1)
+
+
+def averaging(plan: Any, out: Path) -> None:
+    """Its model has two frozen layers. One of them changes."""
+    script = Trained(plan, out, callback=Mean())
+    script.net.mean = nn.Linear(16, 32).requires_grad_(False)
+    script.net.still = nn.Linear(16, 32).requires_grad_(False)
+    script.run.train(script.trainer)
+    script.save()
+
+
 def refused(plan: Any, out: Path) -> None:
     """It prints what is wrong with its calls, and trains in between."""
     script = Trained(plan, out)
@@ -123,6 +212,10 @@ def refused(plan: Any, out: Path) -> None:
     trainer.args.auto_find_batch_size = False
     _attempt(run, trainer)
     _attempt(run, trainer)
+    try:
+        trainer.train()
+    except SpotrunError as error:
+        print("refused:", error, flush=True)
 
 
 def refused_after(plan: Any, out: Path) -> None:

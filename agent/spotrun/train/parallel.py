@@ -209,7 +209,7 @@ class Parallel(nn.Module):
         The mode does not matter: rank 0 alone may have evaluated the model at the end of the step.
         """
         if self._ddp is not None:
-            share_buffers(self.module)
+            share(self.module.buffers())
 
     # nn.Module does these by walking registered submodules. Here they go to the user's module.
 
@@ -249,10 +249,10 @@ class Parallel(nn.Module):
         return f"Parallel({self.module!r})"
 
 
-def share_buffers(module: nn.Module) -> None:
-    """Give every rank rank 0's buffers of the module. Every rank must call this."""
-    if buffers := [buffer.detach() for buffer in module.buffers()]:
-        dist._broadcast_coalesced(_get_default_group(), buffers, _BUCKET, 0)
+def share(tensors: Iterable[torch.Tensor]) -> None:
+    """Give every rank rank 0's values of these tensors. Every rank must call this."""
+    if shared := [each.detach() for each in tensors]:
+        dist._broadcast_coalesced(_get_default_group(), shared, _BUCKET, 0)
 
 
 def include_unfrozen(models: Iterable[Parallel], tracked: Collection[object]) -> bool:

@@ -12,33 +12,27 @@ Read in transformers 5.24: `Trainer.train`, `_inner_training_loop`, `_init_train
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from contextlib import nullcontext
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from spotrun.errors import SpotrunError
 from spotrun.train.batches import Batch
-from spotrun.train.parallel import share_buffers
+from spotrun.train.parallel import share
 from spotrun.train.rng import reseed
+from spotrun.train.trainer_state import Changing, Rest, timeless
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
 
-# In a Trainer's state, what differs between ranks: the times in its log, and the rank's place, which it sets itself.
-_TIMES = ("_runtime", "_per_second")
-_PLACE = ("is_local_process_zero", "is_world_process_zero")
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")  # accelerate's names for what splits a state over the ranks
 _OLDEST = (5, 24)  # of transformers
 
@@ -51,11 +45,11 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
     if run._membership is not None:
         run._membership.restarts("a Trainer has a training loop of its own")
     _check(run, trainer, options)
-    trainer.create_optimizer()
+    _prepare(trainer)
     rest = Rest(trainer, run.world_size)
     model = trainer.model if all(each.requires_grad for each in trainer.model.parameters()) else Changing(trainer.model)
     run.track(model=model, optimizer=trainer.optimizer, trainer=rest)
-    boundary, steps = run._boundary, Steps(run, rest, trainer.optimizer)
+    boundary, steps = run._boundary, Steps(run, trainer, rest, model)
     trainer.add_callback(steps)
     run._clock.resume()
     # A worker that is killed leaves the folder: here, the agent removes it with the job.
@@ -67,20 +61,22 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
         boundary.snapshots.guard or nullcontext(),
     ):
         if rest.saved:
-            Path(folder, TRAINER_STATE_NAME).write_text(json.dumps(rest.saved["state"]), encoding="utf-8")
+            Path(folder, TRAINER_STATE_NAME).write_text(rest.text(), encoding="utf-8")
             trainer._load_from_checkpoint = lambda *_, **__: None  # the model has its state
             trainer.args.restore_callback_states_from_checkpoint = True
+            trainer.args.eval_on_start = False  # it was done
             options = {**options, "resume_from_checkpoint": folder}
         if rest.result is None:
-            rest.result = trainer.train(**options)
+            result = trainer.train(**options)
+            rest.result = _agree(run, trainer, model, result)
             steps.end(trainer.state, trainer.model)
         else:  # one more call would train on, if training has stopped in the middle of an epoch
-            rest.recall(Path(folder, TRAINER_STATE_NAME))
+            result = rest.recall(Path(folder, TRAINER_STATE_NAME))
     boundary.profiling.end_loop()
     reseed(run._state.seed, run.step, 0, run.rank)  # after a restart, the code after this call draws the same
     boundary.metrics.flush()
     boundary.finish(True)
-    return rest.result
+    return result
 
 
 def _check(run: Run, trainer: Any, options: dict[str, Any]) -> None:
@@ -126,111 +122,63 @@ def _has_checkpoint(folder: str | None) -> bool:
     return found is not None
 
 
-class Changing:
-    """What training changes in a model with frozen parameters: the other parameters, and the buffers.
+def _prepare(trainer: Any) -> None:
+    """What must not change any more when the state is restored: the model's device, and which optimizer there is."""
+    args = trainer.args
+    if (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_model_parallel:
+        trainer._move_model_to_device(trainer.model, args.device)  # otherwise `trainer.train` does it
+    trainer.create_optimizer()
+    trainer.create_optimizer = lambda *_, **__: trainer.optimizer  # a subclass may make another one in each call
 
-    The script makes the frozen ones. So a snapshot of a large model with adapters (LoRA) has the adapters only.
+
+def _agree(run: Run, trainer: Any, model: Any, result: TrainOutput) -> TrainOutput:
+    """Give all ranks the model with which rank 0 has ended, and its loss. Returns this result of the training.
+
+    The best model (`load_best_model_at_end`) may be on the disk of rank 0's node only.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        trained = (name for name, each in self._model.named_parameters() if each.requires_grad)
-        names = {*trained, *(name for name, _ in self._model.named_buffers())}
-        return {name: each for name, each in self._model.state_dict().items() if name in names}
-
-    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
-        own = dict((*self._model.named_parameters(), *self._model.named_buffers()))
-        with torch.no_grad():
-            for name, values in saved.items():
-                own[name].copy_(values)
-
-
-class Rest:
-    """What a Trainer has besides its model and its optimizer, as an object for `run.track`.
-
-    saved: what was loaded; empty if nothing was. The Trainer makes its scheduler later: `give` has it load its part.
-    result: what `trainer.train` has returned; None: training has not ended.
-    """
-
-    def __init__(self, trainer: Any, workers: int) -> None:
-        self.saved: dict[str, Any] = {}
-        self.result: TrainOutput | None = None
-        self._trainer, self._workers = trainer, workers
-
-    def state_dict(self) -> dict[str, Any]:
-        """The same on all ranks, as far as what the script logs is."""
-        callbacks = (*self._trainer.callback_handler.callbacks, self._trainer.control)
-        exported = [each for each in callbacks if isinstance(each, ExportableState)]
-        state = self._trainer.state
-        history = [_timeless(each) for each in state.log_history]
-        kept = asdict(replace(state, log_history=history, stateful_callbacks=exported))
-        kept.update(dict.fromkeys(_PLACE, True))
-        parts = {name: part.state_dict() for name, part in self._parts().items()}
-        if self.result is not None:
-            parts["result"] = self.result._replace(metrics=_timeless(self.result.metrics))._asdict()
-        return {"workers": self._workers, "state": kept, **parts}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Keep it for `give`. Raises `SpotrunError` if it is of another number of workers."""
-        if saved["workers"] != self._workers:
-            raise SpotrunError(
-                f"run.train: the saved state is of {saved['workers']} workers, and there are {self._workers} now. A "
-                "Trainer counts its steps by them: go on with as many, or submit a new job"
-            )
-        self.saved = saved
-        if "result" in saved:
-            self.result = TrainOutput(**saved["result"])
-
-    def recall(self, path: Path) -> None:
-        """Give the Trainer the state that it had when training ended. path: of a file with it."""
-        trainer = self._trainer
-        trainer.state = state = TrainerState.load_from_json(str(path))
-        state.is_local_process_zero = trainer.is_local_process_zero()
-        state.is_world_process_zero = trainer.is_world_process_zero()
-        trainer._load_callback_state()
-
-    def give(self) -> None:
-        """Have the Trainer's scheduler and scaler load what was saved."""
-        for name, part in self._parts().items():
-            if name in self.saved:
-                part.load_state_dict(self.saved[name])
-
-    def _parts(self) -> dict[str, Any]:
-        trainer = self._trainer
-        found = {"scheduler": trainer.lr_scheduler, "scaler": getattr(trainer.accelerator, "scaler", None)}
-        return {name: part for name, part in found.items() if part is not None}
-
-
-def _timeless(values: dict[str, Any]) -> dict[str, Any]:
-    """What the Trainer logs, without the times, which differ between ranks."""
-    return {name: each for name, each in values.items() if not name.endswith(_TIMES)}
+    loss = torch.tensor([result.training_loss], dtype=torch.float64, device=run.device)
+    if run.world_size > 1:
+        best = model.state_dict().values() if trainer.args.load_best_model_at_end else ()
+        share(each for each in (loss, *best) if isinstance(each, torch.Tensor))
+    metrics = timeless({**result.metrics, "train_loss": loss.item()})
+    return TrainOutput(result.global_step, loss.item(), metrics)
 
 
 class Steps(TrainerCallback):
     """The boundary between two steps of a Trainer, and its log."""
 
-    def __init__(self, run: Run, rest: Rest, optimizer: torch.optim.Optimizer) -> None:
-        self._run, self._rest, self._optimizer = run, rest, optimizer
+    def __init__(self, run: Run, trainer: Any, rest: Rest, model: Any) -> None:
+        self._run, self._rest, self._model = run, rest, model
+        self._optimizer: torch.optim.Optimizer = trainer.optimizer
         self._done = False  # whether a step is done that is not counted yet
         self._samples = 0  # of this rank in a step
-        # The scheduler, made after the optimizer has its state, sets the optimizer's first learning rate.
-        self._groups = [{k: v for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
+        # The optimizer has its state. Then accelerate converts this to the parameters' types, and the scheduler, when
+        # it is made, sets the first learning rate.
+        self._groups = [{k: v for k, v in each.items() if k != "params"} for each in self._optimizer.param_groups]
+        self._values = dict(self._optimizer.state)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run = self._run
+        if self._rest.result is not None:
+            raise SpotrunError("run.train: this Trainer has trained. A script can have spotrun keep one training only")
         if self._rest.saved:
             self._rest.give()
             for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
                 group.update(saved)
+            self._optimizer.state.update(self._values)
+        self._values.clear()
+        if isinstance(self._model, Changing):
+            self._model.begin()
         self._samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
         run._sizes, run._epochs = (0.0, self._samples * run.world_size), state.num_train_epochs + 1
         if run._control is not None:
             run._control.tell_total(run.step + state.max_steps - state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        reseed(self._run._state.seed, "epoch", int(state.epoch or 0), self._run.rank)  # the loader draws its seed
+        if args.dataloader_num_workers:
+            self._run._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
+        # The loader draws its seed, and some samplers draw an order that must be the same on all ranks.
+        reseed(self._run._state.seed, "epoch", int(state.epoch or 0))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         run = self._run
@@ -257,7 +205,7 @@ class Steps(TrainerCallback):
         if not self._done:
             return
         self._done = False
-        if run.world_size > 1 and any(True for _ in model.buffers()):
-            share_buffers(model)
+        if run.world_size > 1:
+            share(model.buffers())
         run._clock.samples += self._samples
         run._boundary.end_step(None, int(state.global_step))

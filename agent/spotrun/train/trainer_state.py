@@ -1,0 +1,141 @@
+"""What is kept of a `transformers.Trainer` besides its optimizer: the part of its model that changes, and the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+
+from spotrun.errors import SpotrunError
+
+# In a Trainer's state, what differs between ranks: the times in its log, and the rank's place, which it sets itself.
+_TIMES = ("_runtime", "_per_second")
+_PLACE = ("is_local_process_zero", "is_world_process_zero")
+
+
+class Changing:
+    """What training changes in a model with frozen parameters: the other parameters, and the buffers.
+
+    The script makes the frozen ones. So a snapshot of a large model with adapters (LoRA) has the adapters only. A
+    parameter that was ever trained belongs to it, and so does a frozen one that has changed, such as an average.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = {name for name, _ in model.named_buffers()}
+        self._versions: dict[str, int] = {}  # of the parameters, when training begins
+
+    def begin(self) -> None:
+        """Training begins: from now on, a change of a parameter counts."""
+        self._versions = {name: each._version for name, each in self._model.named_parameters()}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        for name, each in self._model.named_parameters():
+            if each.requires_grad or self._versions.get(name, each._version) != each._version:
+                self._names.add(name)
+        return {name: each for name, each in self._model.state_dict().items() if name in self._names}
+
+    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
+        own = dict((*self._model.named_parameters(), *self._model.named_buffers()))
+        if lost := sorted((saved.keys() - own.keys()) | (self.state_dict().keys() - saved.keys())):
+            where = "saved state" if lost[0] in saved else "model"
+            raise SpotrunError(f"run.train: only the {where} has {lost[0]}. Submit a changed script as a new job")
+        self._names |= saved.keys()
+        with torch.no_grad():
+            for name, values in saved.items():
+                own[name].copy_(values)
+
+
+class Rest:
+    """What a Trainer has besides its model and its optimizer, as an object for `run.track`.
+
+    saved: what was loaded; empty if nothing was. The Trainer makes its scheduler later: `give` has it load its part.
+    result: what `trainer.train` has returned; None: training has not ended.
+    """
+
+    def __init__(self, trainer: Any, workers: int) -> None:
+        self.saved: dict[str, Any] = {}
+        self.result: TrainOutput | None = None
+        self._trainer, self._workers = trainer, workers
+        self._history: list[Any] = []  # the Trainer's log, and as lines: each snapshot has all of it
+        self._lines: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on all ranks, as far as what the script logs is."""
+        callbacks = (*self._trainer.callback_handler.callbacks, self._trainer.control)
+        exported = [each for each in callbacks if isinstance(each, ExportableState)]
+        kept = vars(replace(self._trainer.state, log_history=[], stateful_callbacks=exported))
+        kept.update(dict.fromkeys(_PLACE, True))
+        if step := kept["best_global_step"]:  # not all nodes have its checkpoint
+            kept["best_model_checkpoint"] = os.path.join(
+                self._trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}"
+            )
+        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        if self.result is not None:
+            parts["result"] = self.result._asdict()
+        return {"workers": self._workers, "state": kept, "log": self._log(), **parts}
+
+    def _log(self) -> str:
+        """The Trainer's log, a line for each entry. The summary is not in it: its loss is this rank's."""
+        history = self._trainer.state.log_history
+        if history is not self._history or len(history) < len(self._lines):
+            self._history, self._lines = history, []
+        for each in history[len(self._lines) :]:
+            kept = {} if "train_runtime" in each else timeless(each)
+            self._lines.append(json.dumps(kept, default=_plain))
+        return "\n".join(self._lines)
+
+    def text(self) -> str:
+        """The saved state of the Trainer, as in a file of its own."""
+        log = [entry for line in self.saved["log"].splitlines() if (entry := json.loads(line))]
+        return json.dumps({**self.saved["state"], "log_history": log}, default=_plain)
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Keep it for `give`. Raises `SpotrunError` if it is of another number of workers."""
+        if saved["workers"] != self._workers:
+            raise SpotrunError(
+                f"run.train: the saved state is of {saved['workers']} workers, and there are {self._workers} now. A "
+                "Trainer counts its steps by them: go on with as many, or submit a new job"
+            )
+        self.saved = saved
+        if "result" in saved:
+            self.result = TrainOutput(**saved["result"])
+
+    def recall(self, path: Path) -> TrainOutput:
+        """Give the Trainer the state that it had when training ended, from a file. Returns the training's result."""
+        assert self.result is not None
+        trainer = self._trainer
+        trainer.state = state = TrainerState.load_from_json(str(path))
+        state.is_local_process_zero = trainer.is_local_process_zero()
+        state.is_world_process_zero = trainer.is_world_process_zero()
+        trainer._load_callback_state()
+        return self.result
+
+    def give(self) -> None:
+        """Have the Trainer's scheduler and scaler load what was saved."""
+        for name, part in self._parts().items():
+            if name in self.saved:
+                part.load_state_dict(self.saved[name])
+
+    def _parts(self) -> dict[str, Any]:
+        trainer = self._trainer
+        found = {"scheduler": trainer.lr_scheduler, "scaler": getattr(trainer.accelerator, "scaler", None)}
+        return {name: part for name, part in found.items() if part is not None}
+
+
+def timeless(values: dict[str, Any]) -> dict[str, Any]:
+    """What the Trainer logs, without the times, which differ between ranks."""
+    return {name: each for name, each in values.items() if not name.endswith(_TIMES)}
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: numbers for a tensor or an array, and a text for any other object that a script has logged."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
