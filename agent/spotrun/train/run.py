@@ -57,8 +57,8 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
     if device.type == "cuda" and context is not None and context.regroups:
         for name, value in NCCL_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-    if device.type == "cpu":
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # otherwise each worker of a Trainer trains for itself
+    if device.type == "cpu":  # otherwise, each worker of a Trainer trains for itself
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     alone = warm_up_store(context.controls[0]) if context is not None and context.warm_up else None
     try:
         joined = join_process_group(device, backend, alone)
@@ -282,11 +282,10 @@ class Run:
         It takes the place of `ddp`, `track`, `steps` and `backward`. `spotrun.init` must come before TrainingArguments.
         """
         try:
-            from spotrun.train.trainer import train  # not at the top: it imports transformers
+            from spotrun.train import trainer as module  # not at the top: it imports transformers
         except ImportError as error:
-            needed = "a Trainer of transformers 5.24 or newer: name transformers>=5.24 in requirements"
-            raise SpotrunError(f"run.train needs {needed} ({error})") from error
-        return train(self, trainer, options)
+            raise SpotrunError(f"run.train: name transformers>=5.24 in requirements ({error})") from error
+        return module.train(self, trainer, options)
 
     def log(self, **values: Any) -> None:
         """Keep numbers (0-dim tensors too) in the job's metrics, and show the newest ones in its display.
@@ -321,10 +320,8 @@ class Run:
         if whole is None and self.epoch:
             return None
         position = self._state.consumed if self._sampler is None else self._sampler.position
-        if self._inside:
-            position = self._batch.end
-        elif self.epoch >= self._epochs:
-            position = 0
+        if self._inside or self.epoch >= self._epochs:
+            position = self._batch.end if self._inside else 0
         return float(self.epoch * (whole or 0) + position * each)
 
     def _void_if_in_step(self, error: Exception) -> bool:
