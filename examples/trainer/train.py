@@ -1,7 +1,7 @@
 """A small language model that learns to add, with the Trainer of Hugging Face. Nothing is downloaded.
 
-Two lines are for spotrun: `spotrun.init()`, before TrainingArguments, and `run.train(trainer)` instead of
-`trainer.train()`.
+Besides the import, two lines are for spotrun: `spotrun.init()`, before TrainingArguments, and `run.train(trainer)`
+instead of `trainer.train()`.
 """
 
 import argparse

@@ -228,7 +228,7 @@ async def test_imports_that_read_a_workers_place_are_not_made_ahead(tmp_path: Pa
         (tmp_path / "modules" / "placed.py").write_text(PLACED)
         (tmp_path / "modules" / "first.py").write_text("import placed")
         (tmp_path / "modules" / "loud.py").write_text(MODULE)
-        await b.begin("first", "placed", "loud", procs=2)
+        await b.begin("first", "placed:rank", "placed:workers", "placed:os", "loud", procs=2)
         b.start(1, "import placed\nprint(placed.rank, placed.workers)" + LISTED.format(name="loud"), procs=2)
         assert [await b.code(1, index) for index in (0, 1)] == [0, 0]
         assert (b.log(1), b.log(1, 1)) == ("0 2\nahead\n", "1 2\nahead\n")

@@ -105,7 +105,7 @@ def stopped(plan: Any, out: Path) -> None:
     script = Trained(plan, out, max_steps=6, load_best_model_at_end=True, save_strategy="epoch")
     result = script.run.train(script.trainer)
     if script.run.rank == 0:
-        print("result:", result.global_step, result.training_loss, flush=True)
+        print("result:", result.global_step, result.training_loss, sorted(result.metrics), flush=True)
     script.trainer.evaluate()
     if plan.fail_at == script.run.step:
         raise ValueError("a bug in the script")
@@ -179,6 +179,7 @@ def choosing(plan: Any, out: Path) -> None:
     options = {"save_strategy": "epoch", "load_best_model_at_end": True, "greater_is_better": True}
     script = Trained(plan, Path(), **options)
     script.out = out
+    script.net.layers[0].requires_grad_(False)
     script.run.train(script.trainer)
     script.save()
 

@@ -314,6 +314,10 @@ class Clock:
             control.stepped_first = now
         return control.end_step(step, now, self._seen, self._stepping, self._alone)
 
+    def leave_out(self, seconds: float) -> None:
+        """Time in which the script did something else does not belong to the step under way."""
+        self._resumed += seconds
+
     def resume(self) -> None:
         """The next step begins."""
         self._resumed, self.due_at = time.monotonic(), 0.0

@@ -277,10 +277,7 @@ class Run:
             guard()
 
     def train(self, trainer: Any, **options: Any) -> Any:
-        """`trainer.train(**options)` for a Trainer of Hugging Face, which goes on where it was after an interruption.
-
-        It takes the place of `ddp`, `track`, `steps` and `backward`. `spotrun.init` must come before TrainingArguments.
-        """
+        """`trainer.train(**options)` for a Trainer of Hugging Face, which goes on where it was (docs/training.md)."""
         try:
             from spotrun.train import trainer as module  # not at the top: it imports transformers
         except ImportError as error:
@@ -320,8 +317,10 @@ class Run:
         if whole is None and self.epoch:
             return None
         position = self._state.consumed if self._sampler is None else self._sampler.position
-        if self._inside or self.epoch >= self._epochs:
-            position = self._batch.end if self._inside else 0
+        if self._inside:
+            position = self._batch.end
+        elif self.epoch >= self._epochs:
+            position = 0
         return float(self.epoch * (whole or 0) + position * each)
 
     def _void_if_in_step(self, error: Exception) -> bool:

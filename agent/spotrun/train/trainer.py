@@ -5,7 +5,8 @@ forked again, run the script up to this call, and go on at the step of the newes
 optimizer their state. The Trainer gets its position in its own way: from a checkpoint, which has only the file with the
 Trainer's state. It then skips the samples that it has had, without loading them.
 
-A step ends when the next one begins. So what the Trainer does in between is done once: it logs, evaluates and saves.
+A step is counted when the next one begins. So what the Trainer does after a step is not done again: its log, its
+evaluation, its checkpoint.
 
 Read in transformers 5.24: `Trainer.train`, `_inner_training_loop`, `_init_training_state`, `_run_epoch`.
 """
@@ -13,7 +14,9 @@ Read in transformers 5.24: `Trainer.train`, `_inner_training_loop`, `_init_train
 from __future__ import annotations
 
 import re
+import shutil
 import tempfile
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +31,7 @@ from spotrun.errors import SpotrunError
 from spotrun.train.batches import Batch
 from spotrun.train.parallel import share
 from spotrun.train.rng import reseed
-from spotrun.train.trainer_state import Changing, Rest, timeless
+from spotrun.train.trainer_state import Changing, Rest
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
@@ -49,10 +52,9 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
     rest = Rest(trainer, run.world_size)
     model = trainer.model if all(each.requires_grad for each in trainer.model.parameters()) else Changing(trainer.model)
     run.track(model=model, optimizer=trainer.optimizer, trainer=rest)
-    boundary, steps = run._boundary, Steps(run, trainer, rest, model)
-    trainer.add_callback(steps)
+    boundary = run._boundary
     run._clock.resume()
-    # A worker that is killed leaves the folder: here, the agent removes it with the job.
+    # A worker that is killed may leave the folder: here, the agent removes it with the job.
     place = Path(run._membership.context.control).parent if run._membership is not None else None
     with (
         tempfile.TemporaryDirectory(prefix="trainer-", dir=place) as folder,
@@ -60,6 +62,8 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
         boundary.loop,
         boundary.snapshots.guard or nullcontext(),
     ):
+        steps = Steps(run, trainer.optimizer, rest, model, folder)
+        trainer.add_callback(steps)
         if rest.saved:
             Path(folder, TRAINER_STATE_NAME).write_text(rest.text(), encoding="utf-8")
             trainer._load_from_checkpoint = lambda *_, **__: None  # the model has its state
@@ -67,16 +71,17 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
             trainer.args.eval_on_start = False  # it was done
             options = {**options, "resume_from_checkpoint": folder}
         if rest.result is None:
-            result = trainer.train(**options)
-            rest.result = _agree(run, trainer, model, result)
+            rest.result = _agree(run, trainer, trainer.train(**options))
+            if isinstance(model, Changing):
+                model.begin()  # the best model, loaded on some nodes, is no change of what is frozen
             steps.end(trainer.state, trainer.model)
         else:  # one more call would train on, if training has stopped in the middle of an epoch
-            result = rest.recall(Path(folder, TRAINER_STATE_NAME))
+            rest.recall(Path(folder, TRAINER_STATE_NAME))
     boundary.profiling.end_loop()
     reseed(run._state.seed, run.step, 0, run.rank)  # after a restart, the code after this call draws the same
     boundary.metrics.flush()
     boundary.finish(True)
-    return result
+    return rest.result
 
 
 def _check(run: Run, trainer: Any, options: dict[str, Any]) -> None:
@@ -96,9 +101,10 @@ def _check(run: Run, trainer: Any, options: dict[str, Any]) -> None:
             "spotrun.init() before TrainingArguments(…)"
         )
     for wrong, what in (
-        ("trainer" in run._state.objects, "a second call in a script"),
+        (isinstance(run._state.objects.get("trainer"), Rest), "a second call in a script"),
         (bool(run._state.objects), "run.track before it (leave run.track out)"),
         (not hasattr(trainer, "_load_from_checkpoint"), f"transformers {transformers.__version__}"),
+        (type(trainer)._inner_training_loop is not Trainer._inner_training_loop, "a Trainer with a loop of its own"),
         (trainer.model_init is not None, "model_init (give the Trainer model= instead)"),
         (trainer.args.auto_find_batch_size, "auto_find_batch_size (set per_device_train_batch_size)"),
         (str(trainer.accelerator.distributed_type).endswith(_SHARDED), "FSDP or DeepSpeed"),
@@ -131,26 +137,29 @@ def _prepare(trainer: Any) -> None:
     trainer.create_optimizer = lambda *_, **__: trainer.optimizer  # a subclass may make another one in each call
 
 
-def _agree(run: Run, trainer: Any, model: Any, result: TrainOutput) -> TrainOutput:
-    """Give all ranks the model with which rank 0 has ended, and its loss. Returns this result of the training.
+def _agree(run: Run, trainer: Any, result: TrainOutput) -> TrainOutput:
+    """Give all ranks the model with which rank 0 has ended, and its result. Returns this result.
 
     The best model (`load_best_model_at_end`) may be on the disk of rank 0's node only.
     """
-    loss = torch.tensor([result.training_loss], dtype=torch.float64, device=run.device)
+    numbers = {name: each for name, each in result.metrics.items() if isinstance(each, int | float)}
+    values = torch.tensor([result.training_loss, *numbers.values()], dtype=torch.float64, device=run.device)
     if run.world_size > 1:
-        best = model.state_dict().values() if trainer.args.load_best_model_at_end else ()
-        share(each for each in (loss, *best) if isinstance(each, torch.Tensor))
-    metrics = timeless({**result.metrics, "train_loss": loss.item()})
-    return TrainOutput(result.global_step, loss.item(), metrics)
+        best = trainer.model.state_dict().values() if trainer.args.load_best_model_at_end else ()
+        share(each for each in (values, *best) if isinstance(each, torch.Tensor))
+    loss, *found = values.tolist()
+    return TrainOutput(result.global_step, loss, {**result.metrics, **dict(zip(numbers, found, strict=True))})
 
 
 class Steps(TrainerCallback):
     """The boundary between two steps of a Trainer, and its log."""
 
-    def __init__(self, run: Run, trainer: Any, rest: Rest, model: Any) -> None:
-        self._run, self._rest, self._model = run, rest, model
-        self._optimizer: torch.optim.Optimizer = trainer.optimizer
+    def __init__(self, run: Run, optimizer: torch.optim.Optimizer, rest: Rest, model: Any, folder: str) -> None:
+        """folder: of the checkpoint from which the Trainer goes on; removed when it has been read."""
+        self._run, self._optimizer, self._rest, self._model, self._folder = run, optimizer, rest, model, folder
         self._done = False  # whether a step is done that is not counted yet
+        self._timed = 0.0  # until when its time is known
+        self._epoch = -1
         self._samples = 0  # of this rank in a step
         # The optimizer has its state. Then accelerate converts this to the parameters' types, and the scheduler, when
         # it is made, sets the first learning rate.
@@ -158,7 +167,8 @@ class Steps(TrainerCallback):
         self._values = dict(self._optimizer.state)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        run = self._run
+        run, self._epoch = self._run, int(state.epoch or 0) - 1
+        shutil.rmtree(self._folder, ignore_errors=True)
         if self._rest.result is not None:
             raise SpotrunError("run.train: this Trainer has trained. A script can have spotrun keep one training only")
         if self._rest.saved:
@@ -178,7 +188,8 @@ class Steps(TrainerCallback):
         if args.dataloader_num_workers:
             self._run._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
         # The loader draws its seed, and some samplers draw an order that must be the same on all ranks.
-        reseed(self._run._state.seed, "epoch", int(state.epoch or 0))
+        self._epoch += 1
+        reseed(self._run._state.seed, "epoch", self._epoch)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         run = self._run
@@ -190,10 +201,23 @@ class Steps(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if (guard := self._run._boundary.snapshots.guard) is not None:
-            guard()
+            guard()  # as `run.backward` does
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._done = True
+        self._done, self._timed = True, time.monotonic()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if isinstance(self._model, Changing):
+            self._model.note()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The time since the step's end is none of a step. `on_save` is the same."""
+        if self._done:
+            now = time.monotonic()
+            self._run._clock.leave_out(now - self._timed)
+            self._timed = now
+
+    on_save = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self._run.log(**{name: each for name, each in given["logs"].items() if isinstance(each, int | float)})

@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from spotrun.errors import SpotrunError
 
 # In a Trainer's state, what differs between ranks: the times in its log, and the rank's place, which it sets itself.
-_TIMES = ("_runtime", "_per_second")
+_TIMES = ("_runtime", "_per_second", "_preparation_time")
 _PLACE = ("is_local_process_zero", "is_world_process_zero")
 
 
@@ -34,13 +34,17 @@ class Changing:
         self._versions: dict[str, int] = {}  # of the parameters, when training begins
 
     def begin(self) -> None:
-        """Training begins: from now on, a change of a parameter counts."""
+        """From now on, a change of a parameter counts."""
         self._versions = {name: each._version for name, each in self._model.named_parameters()}
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def note(self) -> None:
+        """Note which parameters have changed by now."""
         for name, each in self._model.named_parameters():
             if each.requires_grad or self._versions.get(name, each._version) != each._version:
                 self._names.add(name)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        self.note()
         return {name: each for name, each in self._model.state_dict().items() if name in self._names}
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
@@ -74,7 +78,7 @@ class Rest:
         exported = [each for each in callbacks if isinstance(each, ExportableState)]
         kept = vars(replace(self._trainer.state, log_history=[], stateful_callbacks=exported))
         kept.update(dict.fromkeys(_PLACE, True))
-        if step := kept["best_global_step"]:  # not all nodes have its checkpoint
+        if step := kept["best_global_step"]:  # ranks without the checkpoint must save the same path
             kept["best_model_checkpoint"] = os.path.join(
                 self._trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}"
             )
@@ -89,7 +93,7 @@ class Rest:
         if history is not self._history or len(history) < len(self._lines):
             self._history, self._lines = history, []
         for each in history[len(self._lines) :]:
-            kept = {} if "train_runtime" in each else timeless(each)
+            kept = {} if "train_runtime" in each else {k: v for k, v in each.items() if not k.endswith(_TIMES)}
             self._lines.append(json.dumps(kept, default=_plain))
         return "\n".join(self._lines)
 
@@ -109,15 +113,15 @@ class Rest:
         if "result" in saved:
             self.result = TrainOutput(**saved["result"])
 
-    def recall(self, path: Path) -> TrainOutput:
-        """Give the Trainer the state that it had when training ended, from a file. Returns the training's result."""
+    def recall(self, path: Path) -> None:
+        """Give the Trainer the state that it had when training ended, from a file."""
         assert self.result is not None
         trainer = self._trainer
         trainer.state = state = TrainerState.load_from_json(str(path))
         state.is_local_process_zero = trainer.is_local_process_zero()
         state.is_world_process_zero = trainer.is_world_process_zero()
+        state.log_history.append({**self.result.metrics, "step": state.global_step})
         trainer._load_callback_state()
-        return self.result
 
     def give(self) -> None:
         """Have the Trainer's scheduler and scaler load what was saved."""
@@ -129,11 +133,6 @@ class Rest:
         trainer = self._trainer
         found = {"scheduler": trainer.lr_scheduler, "scaler": getattr(trainer.accelerator, "scaler", None)}
         return {name: part for name, part in found.items() if part is not None}
-
-
-def timeless(values: dict[str, Any]) -> dict[str, Any]:
-    """What the Trainer logs, without the times, which differ between ranks."""
-    return {name: each for name, each in values.items() if not name.endswith(_TIMES)}
 
 
 def _plain(value: Any) -> Any:

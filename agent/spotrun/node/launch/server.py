@@ -340,7 +340,8 @@ def _warm_up() -> None:
             break
         modules = os.environ.pop(preload.MODULES, "").split()
         # One that has been imported by another one may read the place too. The next trial shows it.
-        late = readers if process.exitcode == 0 and left > 1 else modules
+        few = {each.partition(":")[0] for each in readers} if process.exitcode == 0 and left > 1 else set()
+        late = [each for each in modules if not few or each.partition(":")[0] in few]
         os.environ[preload.MODULES] = " ".join(each for each in modules if each not in late)
         why = "initialises CUDA" if process.exitcode == POISONED else "reads a worker's place, such as RANK"
         log.warning(
