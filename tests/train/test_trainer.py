@@ -101,12 +101,13 @@ def compare(path: Path, script: str, nodes: list[str], stop_at: int) -> Cluster:
     return cluster
 
 
-def test_a_peer_that_dies(tmp_path: Path, undisturbed: Cluster) -> None:
+@pytest.mark.parametrize(("die_in", "die_at", "newest"), [("", 6, 6), ("evaluation", 3, 2)])
+def test_a_peer_that_dies(tmp_path: Path, undisturbed: Cluster, die_in: str, die_at: int, newest: int) -> None:
     """The survivor ends as one whose peer is gone, and the Trainer goes on from the newest snapshot."""
     cluster = Cluster(tmp_path)
-    codes = cluster.run(NODES, {1: {"die_at": 6}}, interval=2, script="trained")
+    codes = cluster.run(NODES, {1: {"die_at": die_at, "die_in": die_in}}, interval=2, script="trained")
     assert codes == [EXIT_PEER, -signal.SIGKILL], cluster.log()
-    assert cluster.newest("a").step == 6
+    assert cluster.newest("a").step == newest
     assert cluster.run(NODES, script="trained") == [0, 0], cluster.log()
     assert flatten(cluster.final()) == flatten(undisturbed.final())
     assert cluster.seen() == undisturbed.seen()

@@ -39,8 +39,8 @@ class Net(nn.Module):
         self._script = script
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        if self.training and self._script is not None:
-            self._script.see(labels)
+        if self._script is not None and (self.training or self._script.plan.die_in == "evaluation"):
+            self._script.see(labels, self.training)
         logits = self.layers(x)
         return {"loss": nn.functional.cross_entropy(logits, labels % 4), "logits": logits}
 
@@ -72,10 +72,11 @@ class Trained(Script):
         callbacks = [callback or EarlyStoppingCallback(9)]
         self.trainer = kind(self.net, args, train_dataset=Samples(), eval_dataset=Samples(), callbacks=callbacks)
 
-    def see(self, labels: torch.Tensor) -> None:
-        if self.run.step == self.plan.die_at:
+    def see(self, labels: torch.Tensor, training: bool) -> None:
+        if self.run.step == self.plan.die_at and training == (self.plan.die_in != "evaluation"):
             os.kill(os.getpid(), signal.SIGKILL)
-        self.note(ids=labels.tolist())
+        if training:
+            self.note(ids=labels.tolist())
 
     def save(self, **more: Any) -> None:
         keep = ("loss", "eval_loss", "learning_rate", "grad_norm", "step", "epoch")

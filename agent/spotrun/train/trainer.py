@@ -138,7 +138,7 @@ def _prepare(trainer: Any) -> None:
 
 
 def _agree(run: Run, trainer: Any, result: TrainOutput) -> TrainOutput:
-    """Give all ranks the model with which rank 0 has ended, and its result. Returns this result.
+    """Give all ranks the model with which rank 0 has ended, and rank 0's result. Returns that result.
 
     The best model (`load_best_model_at_end`) may be on the disk of rank 0's node only.
     """
@@ -158,8 +158,8 @@ class Steps(TrainerCallback):
         """folder: of the checkpoint from which the Trainer goes on; removed when it has been read."""
         self._run, self._optimizer, self._rest, self._model, self._folder = run, optimizer, rest, model, folder
         self._done = False  # whether a step is done that is not counted yet
-        self._timed = 0.0  # until when its time is known
-        self._epoch = -1
+        self._timed = 0.0  # when that step ended, or the last evaluation or checkpoint after it
+        self._epoch = -1  # passes over the dataset that have begun, from 0
         self._samples = 0  # of this rank in a step
         # The optimizer has its state. Then accelerate converts this to the parameters' types, and the scheduler, when
         # it is made, sets the first learning rate.
@@ -211,7 +211,7 @@ class Steps(TrainerCallback):
             self._model.note()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The time since the step's end is none of a step. `on_save` is the same."""
+        """What the Trainer has done since the step's end takes time that is not a step's. So for `on_save`."""
         if self._done:
             now = time.monotonic()
             self._run._clock.leave_out(now - self._timed)

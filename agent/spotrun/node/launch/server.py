@@ -340,14 +340,13 @@ def _warm_up() -> None:
             break
         modules = os.environ.pop(preload.MODULES, "").split()
         # One that has been imported by another one may read the place too. The next trial shows it.
-        few = {each.partition(":")[0] for each in readers} if process.exitcode == 0 and left > 1 else set()
-        late = [each for each in modules if not few or each.partition(":")[0] in few]
+        blamed = readers if process.exitcode == 0 and left > 1 else modules
+        names = {each.partition(":")[0] for each in blamed}
+        late = [each for each in modules if each.partition(":")[0] in names]
         os.environ[preload.MODULES] = " ".join(each for each in modules if each not in late)
         why = "initialises CUDA" if process.exitcode == POISONED else "reads a worker's place, such as RANK"
         log.warning(
-            "importing %s %s, so each worker imports these modules after its fork",
-            " ".join(late).replace(":", "."),
-            why,
+            "importing %s %s, so each worker imports these modules after its fork", " ".join(sorted(names)), why
         )
         # Its own end would wait for threads that the imports have started.
         os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
