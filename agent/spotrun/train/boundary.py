@@ -285,7 +285,7 @@ class Boundary:
         self._group = cpu_group(self._device)
         found = self._find(context, self._live)
         begins = self.snapshots.writer is None and self.snapshots.section is None  # it is before its first step
-        here = found is not None and found.record.state["run"]["epoch"] == state.epoch
+        here = found is not None and (self.loop.enters_again or found.record.state["run"]["epoch"] == state.epoch)
         if not begins and (found is None or not here or found.record.step == self._finished):
             # The script is not at the state's place, or its first state is lost. Members that are there fail with it.
             raise dist.DistError("the next generation begins in another epoch: the script must start again")

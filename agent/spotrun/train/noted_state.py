@@ -254,7 +254,9 @@ def _is_known(item: object) -> bool:
         calls = getattr(item, "lr_lambdas", [])
         plain = all(each is None or isinstance(each, types.FunctionType) for each in calls)
         return plain and type(item).__module__ == lr_scheduler.__name__ and all(map(_is_known, inside(item)))
-    return type(item) is ElasticSampler or isinstance(item, torch.amp.GradScaler)
+    if isinstance(item, torch.amp.GradScaler) or type(item) is ElasticSampler:
+        return True
+    return getattr(type(item), "changes_with_optimizer", False)  # an object of spotrun
 
 
 def _has_more(module: nn.Module) -> bool:

@@ -71,10 +71,13 @@ _WATCHED = (torch.optim.Optimizer, lr_scheduler.LRScheduler, torch.amp.GradScale
 
 
 class Loop:
-    """A script's loops over `run.steps`. check: called at a loop's end. inside: whether the script is in one."""
+    """A script's loops over `run.steps`. check: called at a loop's end. inside: whether the script is in one.
+
+    enters_again: whether the script leaves its loop when the members change, and enters it again, in any epoch.
+    """
 
     def __init__(self, check: Callable[[], None]) -> None:
-        self.inside = False
+        self.inside = self.enters_again = False
         self._check = check
 
     def __enter__(self) -> None:
@@ -149,6 +152,10 @@ class Membership:
             if trained and trained.isdisjoint(optimized):
                 name = type(model.module).__name__
                 self.restarts(f"run.track names no optimizer of a model ({name}), so no optimizer's state is saved")
+
+    def see_tracked(self, *items: object) -> None:
+        """The state of these objects is saved, too: a tracked object that is not torch's has them."""
+        self._tracked += tuple(part for each in items for part in _parts(each, DEPTH))
 
     def restarts(self, why: str) -> None:
         """From now on, this worker does not join another generation without a restart."""
@@ -269,8 +276,10 @@ class Membership:
 
         @functools.wraps(step)
         def noted(item: Any, *args: Any, **options: Any) -> Any:
-            # A step before `run.track` is one of the set-up, and the object may still be tracked.
-            if self._tracked and not any(each is item for each in self._tracked):
+            # A step before `run.track` is one of the set-up, and the object may still be tracked. So may one that is
+            # being made (torch 2.13 says so).
+            early = not self._tracked or getattr(item, "_is_initial", False)
+            if not early and not any(each is item for each in self._tracked):
                 scaler = isinstance(item, torch.amp.GradScaler)
                 if not scaler or item.is_enabled():
                     name = "GradScaler" if scaler else type(item).__name__

@@ -250,7 +250,8 @@ class Run:
                 if current.last and not boundary.must_regroup:
                     boundary.end_step(self._sampler, current.end)
                 if boundary.must_regroup:
-                    feed = self._regroup(loader, accumulate)
+                    self._join()
+                    feed = self._feed(loader, accumulate)
         boundary.profiling.end_loop()
         next(self._iterator, None)  # lets the loader end its workers
         self._iterator = iter(())
@@ -325,11 +326,13 @@ class Run:
 
     def _void_if_in_step(self, error: Exception) -> bool:
         """Whether the script goes on after this error of a collective of its own, in a step that does not count."""
-        return self._inside and self._boundary.void_if_a_peer_fails.handle(error)
+        boundary = self._boundary
+        return self._inside and not boundary.loop.enters_again and boundary.void_if_a_peer_fails.handle(error)
 
     def _see_collective(self, name: str, values: Iterable[Any]) -> None:
         """The script is about to call this collective. A newcomer must not call one that the others have passed."""
-        if self._tracked and self._stepped != self.epoch and self._membership is not None:
+        alone = self._tracked and self._stepped != self.epoch and not self._boundary.loop.enters_again
+        if alone and self._membership is not None:
             self._membership.restarts(f"the script calls {name} after run.track, and before run.steps in an epoch")
         self._boundary.see_collective(name, values)
 
@@ -337,12 +340,11 @@ class Run:
         for model in self._models:
             model.exchange(on)
 
-    def _regroup(self, loader: Any, accumulate: int) -> Iterator[tuple[batches.Batch, int]]:
-        """Join the next generation, and describe the batches that the loader gives from there on."""
+    def _join(self) -> None:
+        """Leave this generation and join the next one."""
         self._boundary.regroup()
         self.rank, self._world_size = rank_and_world()
         self._clock.resume()
-        return self._feed(loader, accumulate)
 
     def _check_steps(self, loader: Any) -> None:
         if self._stepped == self.epoch:

@@ -15,6 +15,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from spotrun.errors import SpotrunError
+from spotrun.train.distributed import rank_and_world
 
 # In a Trainer's state, what differs between ranks: the times in its log, and the rank's place, which it sets itself.
 _TIMES = ("_runtime", "_per_second", "_preparation_time")
@@ -27,6 +28,8 @@ class Changing:
     The script makes the frozen ones. So a snapshot of a large model with adapters (LoRA) has the adapters only. A
     parameter that was ever trained belongs to it, and so does a frozen one that has changed, such as an average.
     """
+
+    changes_with_optimizer = True  # see `NotedState`
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -62,13 +65,17 @@ class Rest:
     """What a Trainer has besides its model and its optimizer, as an object for `run.track`.
 
     saved: what was loaded; empty if nothing was. The Trainer makes its scheduler later: `give` has it load its part.
-    result: what `trainer.train` has returned; None: training has not ended.
+    result: what `trainer.train` has returned; None: training has not ended. workers: that train together.
     """
 
-    def __init__(self, trainer: Any, workers: int) -> None:
+    changes_with_optimizer = True  # and what changes before, `put_back` puts back
+
+    def __init__(self, trainer: Any) -> None:
         self.saved: dict[str, Any] = {}
         self.result: TrainOutput | None = None
-        self._trainer, self._workers = trainer, workers
+        self.workers = rank_and_world()[1]
+        self._trainer = trainer
+        self._noted: tuple[TrainerState, dict[str, Any], int, float] | None = None
         self._history: list[Any] = []  # the Trainer's log, and as lines: each snapshot has all of it
         self._lines: list[str] = []
 
@@ -85,7 +92,20 @@ class Rest:
         parts = {name: part.state_dict() for name, part in self._parts().items()}
         if self.result is not None:
             parts["result"] = self.result._asdict()
-        return {"workers": self._workers, "state": kept, "log": self._log(), **parts}
+        return {"workers": self.workers, "state": kept, "log": self._log(), **parts}
+
+    def note(self) -> None:
+        """Note what changes in a step that may not count: the state of the Trainer, and its count of operations."""
+        state = self._trainer.state
+        self._noted = state, dict(vars(state)), len(state.log_history), self._trainer.current_flos
+
+    def put_back(self) -> None:
+        """Put back what was noted."""
+        if self._noted is not None:
+            state, values, logged, self._trainer.current_flos = self._noted
+            vars(state).update(values)
+            del state.log_history[logged:]
+            self._trainer.state = state
 
     def _log(self) -> str:
         """The Trainer's log, a line for each entry. The summary is not in it: its loss is this rank's."""
@@ -104,14 +124,14 @@ class Rest:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Keep it for `give`. Raises `SpotrunError` if it is of another number of workers."""
-        if saved["workers"] != self._workers:
+        workers = rank_and_world()[1]
+        if saved["workers"] != workers:
             raise SpotrunError(
-                f"run.train: the saved state is of {saved['workers']} workers, and there are {self._workers} now. A "
-                "Trainer counts its steps by them: go on with as many, or submit a new job"
+                f"run.train: the saved state is of {saved['workers']} workers, and there are {workers} now. A Trainer "
+                "counts its steps by them: go on with as many, or submit a new job"
             )
         self.saved = saved
-        if "result" in saved:
-            self.result = TrainOutput(**saved["result"])
+        self.result = TrainOutput(**saved["result"]) if "result" in saved else None
 
     def recall(self, path: Path) -> None:
         """Give the Trainer the state that it had when training ended, from a file."""
@@ -128,10 +148,12 @@ class Rest:
         for name, part in self._parts().items():
             if name in self.saved:
                 part.load_state_dict(self.saved[name])
+        if (scaler := self._trainer.accelerator.scaler) is not None:
+            scaler._per_optimizer_states.clear()  # of a step that does not count
 
     def _parts(self) -> dict[str, Any]:
         trainer = self._trainer
-        found = {"scheduler": trainer.lr_scheduler, "scaler": getattr(trainer.accelerator, "scaler", None)}
+        found = {"scheduler": trainer.lr_scheduler, "scaler": trainer.accelerator.scaler}
         return {name: part for name, part in found.items() if part is not None}
 
 

@@ -1,0 +1,210 @@
+"""The training loop of a `transformers.Trainer`, with spotrun's step boundary.
+
+When the members change, the Trainer leaves its loop, joins the next generation, and enters the loop again: in the same
+process, as from a checkpoint that has only the file with the Trainer's state. spotrun gives the model and the optimizer
+their state. The Trainer then skips the samples that it has had, without loading them. So a newcomer calls the same
+collectives as the others from there on.
+
+A step is counted when the next one begins. So what the Trainer does after a step is not done again: its log, its
+evaluation, its checkpoint.
+
+Read in transformers 5.24: `_inner_training_loop`, `_init_training_state`, `_run_epoch`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import TrainOutput
+
+from spotrun.errors import SpotrunError
+from spotrun.train.batches import Batch
+from spotrun.train.parallel import share
+from spotrun.train.rng import reseed
+from spotrun.train.trainer_state import Changing, Rest
+
+if TYPE_CHECKING:
+    from spotrun.train.run import Run
+
+
+class LeaveLoop(BaseException):
+    """Leads out of the Trainer's loop: this worker must join another generation."""
+
+
+class TrainingLoop:
+    """Takes the place of a Trainer's `_inner_training_loop`.
+
+    model: what `run.track` names. folder: an empty one, for the checkpoint from which the Trainer goes on.
+    """
+
+    def __init__(self, run: Run, trainer: Any, rest: Rest, model: Any, folder: str) -> None:
+        self._run, self._trainer, self._rest, self._model, self._folder = run, trainer, rest, model, Path(folder)
+        self._steps = Steps(run, trainer, rest, model)
+        trainer.add_callback(self._steps)
+        self._loop = trainer._inner_training_loop
+        trainer._inner_training_loop = self
+        self._settle_in()
+
+    def __call__(self, *args: Any, **options: Any) -> TrainOutput:
+        rest = self._rest
+        if rest.result is not None:
+            raise SpotrunError("run.train: this Trainer has trained. A script can have spotrun keep one training only")
+        while True:
+            try:
+                if rest.result is None:
+                    rest.result = self._agree(self._loop(*args, **options))
+                    if isinstance(self._model, Changing):
+                        self._model.begin()  # the best model, loaded on some nodes, is no change of what is frozen
+                    self._steps.end()
+                return rest.result
+            except LeaveLoop:
+                pass
+            except Exception as error:
+                if not self._run._boundary.void_if_a_peer_fails.handle(error):
+                    raise
+            self._join()
+            options["resume_from_checkpoint"] = self.write_state()
+
+    def write_state(self) -> str:
+        """Have the Trainer go on from the saved state. Returns the folder from which it does so."""
+        trainer, path = self._trainer, self._folder / TRAINER_STATE_NAME
+        path.write_text(self._rest.text(), encoding="utf-8")
+        trainer._load_from_checkpoint = lambda *_, **__: None  # the model has its state
+        trainer.args.restore_callback_states_from_checkpoint = True
+        trainer.args.eval_on_start = False  # it was done
+        if self._rest.result is not None:
+            self._rest.recall(path)
+        return str(self._folder)
+
+    def _join(self) -> None:
+        """Join the next generation. Its state may be that of this process, or one that was loaded."""
+        rest = self._rest
+        rest.put_back()
+        rest.saved = {}
+        self._run._join()
+        self._settle_in()
+        rest.saved = rest.saved or rest.state_dict()
+        self._steps.note_optimizer()
+        reseed(self._run._state.seed, "tracked")  # as `run.track` does: accelerate's sampler keeps the seed
+
+    def _settle_in(self) -> None:
+        """Note the place of this worker where it is kept."""
+        place = {"process_index": self._run.rank, "num_processes": self._run.world_size}
+        for state in (self._trainer.args.distributed_state, self._trainer.accelerator.state):
+            vars(state).update(place)
+        self._rest.workers = self._run.world_size
+
+    def _agree(self, result: TrainOutput) -> TrainOutput:
+        """Give all ranks the model with which rank 0 has ended, and rank 0's result. Returns that result.
+
+        The best model (`load_best_model_at_end`) may be on the disk of rank 0's node only.
+        """
+        trainer, run = self._trainer, self._run
+        numbers = {name: each for name, each in result.metrics.items() if isinstance(each, int | float)}
+        values = torch.tensor([result.training_loss, *numbers.values()], dtype=torch.float64, device=run.device)
+        if run.world_size > 1:
+            best = trainer.model.state_dict().values() if trainer.args.load_best_model_at_end else ()
+            share(each for each in (values, *best) if isinstance(each, torch.Tensor))
+        loss, *found = values.tolist()
+        return TrainOutput(result.global_step, loss, {**result.metrics, **dict(zip(numbers, found, strict=True))})
+
+
+class Steps(TrainerCallback):
+    """The boundary between two steps of a Trainer, and its log."""
+
+    def __init__(self, run: Run, trainer: Any, rest: Rest, model: Any) -> None:
+        self._run, self._trainer, self._rest, self._model = run, trainer, rest, model
+        self._done = False  # whether a step is done that is not counted yet
+        self._timed = 0.0  # when that step ended, or the last evaluation or checkpoint after it
+        self._epoch = -1  # passes over the dataset that have begun, from 0
+        self._samples = 0  # of this rank in a step
+        self._groups: list[dict[str, Any]] = []
+        self._values: dict[Any, Any] = {}
+        self._optimizer = trainer.optimizer
+        self.note_optimizer()
+
+    def note_optimizer(self) -> None:
+        """The optimizer has its state.
+
+        Then accelerate converts this to the parameters' types, and the scheduler, when it is made, sets the first
+        learning rate.
+        """
+        self._groups = [{k: v for k, v in each.items() if k != "params"} for each in self._optimizer.param_groups]
+        self._values = dict(self._optimizer.state)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        run, self._epoch, self._done = self._run, int(state.epoch or 0) - 1, False
+        if run._membership is not None:
+            run._membership.see_tracked(self._trainer.lr_scheduler, self._trainer.accelerator.scaler)
+        if self._rest.saved:
+            self._rest.give()
+            for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+                group.update(saved)
+            self._optimizer.state.update(self._values)
+        self._values = {}
+        self._rest.note()
+        if isinstance(self._model, Changing):
+            self._model.begin()
+        self._samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        run._sizes, run._epochs = (0.0, self._samples * run.world_size), state.num_train_epochs + 1
+        if run._control is not None:
+            run._control.tell_total(run.step + state.max_steps - state.global_step)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.dataloader_num_workers:
+            self._run._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
+        # The loader draws its seed, and some samplers draw an order that must be the same on all ranks.
+        self._epoch += 1
+        reseed(self._run._state.seed, "epoch", self._epoch)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        run = self._run
+        self.end()
+        run._state.epoch = int(state.epoch or 0)
+        run._batch = Batch(1.0, True, state.global_step + 1, self._samples)
+        run._inside = True
+        reseed(run._state.seed, run.step, 0, run.rank)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """As at the end of `run.backward`."""
+        boundary = self._run._boundary
+        boundary.check(whole=True)
+        if (guard := boundary.snapshots.guard) is not None:
+            guard()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._done, self._timed = True, time.monotonic()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if isinstance(self._model, Changing):
+            self._model.note()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """What the Trainer has done since the step's end takes time that is not a step's. So for `on_save`."""
+        if self._done:
+            now = time.monotonic()
+            self._run._clock.leave_out(now - self._timed)
+            self._timed = now
+
+    on_save = on_evaluate
+
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._run.log(**{name: each for name, each in given["logs"].items() if isinstance(each, int | float)})
+
+    def end(self) -> None:
+        """Count the step that is done, if there is one. Raises `LeaveLoop` if the members change then."""
+        run = self._run
+        run._inside = False
+        if self._done:
+            self._done, step = False, run.step
+            run._clock.samples += self._samples
+            run._boundary.end_step(None, int(self._trainer.state.global_step))
+            if run.step > step:
+                self._rest.note()
+            if run._boundary.must_regroup:
+                raise LeaveLoop
