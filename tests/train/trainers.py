@@ -10,10 +10,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.parallel.distributed as torch_ddp
 from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 import spotrun
+from bench.soak.job import as_gpu
 from spotrun.errors import SpotrunError
 from tests.train.scripts import SAMPLES, Script
 
@@ -69,8 +71,18 @@ class Trained(Script):
         args = TrainingArguments(str(out / "trainer"), **{**given, **options})
         torch.manual_seed(5)
         self.net = Net(self)
+        print("set up by", os.getpid(), flush=True)
         callbacks = [callback or EarlyStoppingCallback(9)]
         self.trainer = kind(self.net, args, train_dataset=Samples(), eval_dataset=Samples(), callbacks=callbacks)
+        if plan.on_gpu:
+            make = self.run.ddp
+
+            def ddp(*args: Any, **options: Any) -> Any:
+                model = make(*args, **options)
+                as_gpu.hold([model], [self.trainer.optimizer])
+                return model
+
+            self.run.ddp = ddp  # type: ignore[method-assign]
 
     def see(self, labels: torch.Tensor, training: bool) -> None:
         if self.run.step == self.plan.die_at and training == (self.plan.die_in != "evaluation"):
@@ -99,6 +111,27 @@ def adapted(plan: Any, out: Path) -> None:
     script.net.layers[0].requires_grad_(False)
     script.run.train(script.trainer)
     script.save()
+
+
+def random_base(plan: Any, out: Path) -> None:
+    """As `adapted`, but each process makes other frozen parameters. It counts how often DDP sends the whole model."""
+    sync = torch_ddp._sync_module_states
+
+    def noted(*args: Any, **options: Any) -> None:
+        print("the model is sent", flush=True)
+        sync(*args, **options)
+
+    torch_ddp._sync_module_states = noted  # type: ignore[attr-defined]
+    script = Trained(plan, out)
+    base = script.net.layers[0].requires_grad_(False)
+    if plan.script == "random_base":
+        torch.manual_seed(os.getpid())
+        base.reset_parameters()
+    script.run.train(script.trainer)
+    script.save()
+
+
+equal_base = random_base
 
 
 def stopped(plan: Any, out: Path) -> None:
