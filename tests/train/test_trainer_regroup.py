@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from spotrun.state.control import ABLE, EXIT_DRAINED, NEEDS_RELEASE
+from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE
+from tests.helpers import wait_for
 from tests.train.generations import Cluster, flatten
 from tests.train.regroups import Regroups, release, undisturbed_final
 from tests.train.trainers import EPOCHS
@@ -25,7 +26,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
 
 
 def same(job: Regroups, undisturbed: Cluster) -> None:
-    """All workers have ended well, with the same results as undisturbed ones. The newest have not been started anew."""
+    """All workers have ended well, with the same results as undisturbed ones. Each one ran the set-up once."""
     assert job.end() == [0, 0], job.state_and_log()
     assert [each.control.pid for each in job.members] == job.pids()
     for rank in (0, 1):
@@ -101,3 +102,14 @@ def test_frozen_parameters_are_sent_only_if_a_newcomer_has_others(job: Regroups,
     assert job.end() == [0, 0], job.state_and_log()
     assert flatten(job.cluster.final(0)) == flatten(job.cluster.final(1))
     assert job.cluster.log().count("the model is sent") == sent
+
+
+def test_a_newcomer_whose_steps_are_others(job: Regroups) -> None:
+    plan = {"script": "dependent"}
+    job.begin("ab", 1, stop_at=2, a=plan, b=plan)
+    job.regroup([job.members[0], job.warm_up("c", 1, **plan)])
+    survivor, newcomer = job.members
+    newcomer.process.join(60)
+    assert newcomer.process.exitcode == 1
+    assert "gradient_accumulation_steps is 4 in this new worker, and 2 in the others" in job.cluster.log()
+    wait_for(lambda: survivor.control.left == EXIT_PEER, 60)

@@ -79,7 +79,7 @@ class Trained(Script):
 
             def ddp(*args: Any, **options: Any) -> Any:
                 model = make(*args, **options)
-                as_gpu.hold([model], [self.trainer.optimizer])
+                as_gpu.hold([model], filter(None, [self.trainer.optimizer]))
                 return model
 
             self.run.ddp = ddp  # type: ignore[method-assign]
@@ -125,8 +125,7 @@ def random_base(plan: Any, out: Path) -> None:
     script = Trained(plan, out)
     base = script.net.layers[0].requires_grad_(False)
     if plan.script == "random_base":
-        torch.manual_seed(os.getpid())
-        base.reset_parameters()
+        nn.init.normal_(base.weight, generator=torch.Generator().manual_seed(os.getpid()))
     script.run.train(script.trainer)
     script.save()
 
@@ -157,6 +156,13 @@ def stopping(plan: Any, out: Path) -> None:
     """Its training stops early: its loss never counts as better."""
     options = {"greater_is_better": True, "eval_strategy": "steps", "eval_steps": 2}
     script = Trained(plan, out, callback=EarlyStoppingCallback(2, 100.0), **options)
+    script.run.train(script.trainer)
+    script.save()
+
+
+def dependent(plan: Any, out: Path) -> None:
+    """It computes its accumulation from the number of workers."""
+    script = Trained(plan, out, gradient_accumulation_steps=4 // int(os.environ["WORLD_SIZE"]))
     script.run.train(script.trainer)
     script.save()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from accelerate import DistributedDataParallelKwargs
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -42,7 +43,10 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
     model = whole if all(each.requires_grad for each in trainer.model.parameters()) else Changing(trainer.model)
     boundary = run._boundary
     boundary.loop.enters_again = True
+    joins = run._membership is not None and run._membership.context.warm_up
     run.track(model=model, optimizer=trainer.optimizer, trainer=rest)
+    if joins:
+        rest.compare()
     run._clock.resume()
     # A worker that is killed may leave the folder: here, the agent removes it with the job.
     place = Path(run._membership.context.control).parent if run._membership is not None else None
@@ -121,8 +125,9 @@ def _prepare(run: Run, trainer: Any) -> Parallel:
     trainer.create_optimizer()
     trainer.create_optimizer = lambda *_, **__: trainer.optimizer  # a subclass may make another one in each call
     prepared = accelerator.prepare_model(trainer.model, evaluation_mode=True)  # with autocast, without DDP
-    model = run.ddp(prepared, **accelerator.ddp_handler.to_kwargs())
-    accelerator.ddp_handler.register_comm_hook(model)
+    handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
+    model = run.ddp(prepared, **handler.to_kwargs())
+    handler.register_comm_hook(model)
     trainer.model_wrapped = model
 
     @contextmanager

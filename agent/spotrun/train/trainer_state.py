@@ -22,6 +22,16 @@ _TIMES = ("_runtime", "_per_second", "_preparation_time")
 _PLACE = ("is_local_process_zero", "is_world_process_zero")
 
 
+_PLAN = (  # of TrainingArguments
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "learning_rate",
+    "warmup_steps",
+)
+
+
 class Changing:
     """What training changes in a model with frozen parameters: the other parameters, and the buffers.
 
@@ -92,7 +102,22 @@ class Rest:
         parts = {name: part.state_dict() for name, part in self._parts().items()}
         if self.result is not None:
             parts["result"] = self.result._asdict()
-        return {"workers": self.workers, "state": kept, "log": self._log(), **parts}
+        return {"workers": self.workers, "plan": self._plan(), "state": kept, "log": self._log(), **parts}
+
+    def _plan(self) -> dict[str, Any]:
+        """What the number of steps and the learning rate follow from."""
+        data = self._trainer.train_dataset
+        samples = len(data) if hasattr(data, "__len__") else None
+        return {**{name: getattr(self._trainer.args, name) for name in _PLAN}, "len(train_dataset)": samples}
+
+    def compare(self) -> None:
+        """Raise `SpotrunError` if the other workers, whose state this one has got, have another plan."""
+        saved, own = self.saved.get("plan", {}), self._plan()
+        for name in (each for each in saved.keys() & own.keys() if saved[each] != own[each]):
+            raise SpotrunError(
+                f"run.train: {name} is {own[name]} in this new worker, and {saved[name]} in the others. A new worker "
+                "is alone until run.train: do not compute it from the number of workers"
+            )
 
     def note(self) -> None:
         """Note what changes in a step that may not count: the state of the Trainer, and its count of operations."""
