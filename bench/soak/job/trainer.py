@@ -97,7 +97,8 @@ if args.gpu:
     run.ddp = held  # type: ignore[method-assign]
 run.train(trainer)
 
-assert trainer.model is not None and trainer.optimizer is not None
+assert trainer.model is not None
+assert trainer.optimizer is not None
 digest = hashlib.sha256()
 for name, tensor in sorted(trainer.model.state_dict().items()):
     digest.update(name.encode() + tensor.numpy().tobytes())
