@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -136,5 +137,12 @@ def _prepare(run: Run, trainer: Any) -> Parallel:
         yield
         model.exchange(True)
 
-    accelerator.no_sync = no_sync
+    backward, clock = accelerator.backward, run._clock
+
+    def timed_backward(*args: Any, **options: Any) -> None:
+        if accelerator.sync_gradients:
+            clock.due_at = clock.due_at or time.monotonic()  # as `run.backward` does
+        backward(*args, **options)
+
+    accelerator.no_sync, accelerator.backward = no_sync, timed_backward
     return model
