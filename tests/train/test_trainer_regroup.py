@@ -77,7 +77,7 @@ def test_a_peer_that_dies(
     same(job, undisturbed)
 
 
-@pytest.mark.parametrize("script", ["adapted", "averaging", "stopping", "stopped", "unusual"])
+@pytest.mark.parametrize("script", ["adapted", "averaging", "counting", "stopping", "stopped", "unusual"])
 def test_other_trainers(tmp_path: Path, job: Regroups, script: str) -> None:
     """After a planned change, and a death."""
     plan = {"script": script}
@@ -91,6 +91,16 @@ def test_other_trainers(tmp_path: Path, job: Regroups, script: str) -> None:
     job.regroup([survivor, job.warm_up("d", 1, **plan)])
     assert job.end() == [0, 0], job.state_and_log()
     assert leaves.control.left == EXIT_DRAINED
+    assert flatten(job.cluster.final()) == flatten(before)
+
+
+def test_loaders_that_stay_after_their_epoch(tmp_path: Path, job: Regroups) -> None:
+    """Each worker has another rank after the change. So it evaluates other samples."""
+    plan = {"script": "keeping_loaders", "keeps_loaders": True}
+    before = undisturbed_final(tmp_path / "before", "ab", 1, plan)
+    job.begin("ab", 1, stop_at=6, a=plan, b=plan)
+    job.regroup(job.members[::-1])
+    assert job.end() == [0, 0], job.state_and_log()
     assert flatten(job.cluster.final()) == flatten(before)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.parallel.distributed as torch_ddp
 from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 import spotrun
 from bench.soak.job import as_gpu
@@ -163,6 +164,38 @@ def stopping(plan: Any, out: Path) -> None:
 def dependent(plan: Any, out: Path) -> None:
     """It computes its accumulation from the number of workers."""
     script = Trained(plan, out, gradient_accumulation_steps=4 // int(os.environ["WORLD_SIZE"]))
+    script.run.train(script.trainer)
+    script.save()
+
+
+class Counting(TrainerCallback, ExportableState):
+    """Counts its calls. The Trainer saves it."""
+
+    def __init__(self, begun: int = 0, parts: int = 0) -> None:
+        self.begun, self.parts = begun, parts
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"begun": self.begun, "parts": self.parts}}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begun += 1
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.parts += 1
+
+
+def counting(plan: Any, out: Path) -> None:
+    """One of its callbacks counts what happens in steps that count."""
+    script = Trained(plan, out, callback=Counting())
+    script.run.train(script.trainer)
+    (found,) = (each for each in script.trainer.callback_handler.callbacks if isinstance(each, Counting))
+    script.save(counted=[found.begun, found.parts])
+
+
+def keeping_loaders(plan: Any, out: Path) -> None:
+    """Processes load its samples, and stay from epoch to epoch."""
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    script = Trained(plan, out, per_device_eval_batch_size=7, **options)
     script.run.train(script.trainer)
     script.save()
 

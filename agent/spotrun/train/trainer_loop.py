@@ -45,7 +45,7 @@ class TrainingLoop:
     def __init__(self, run: Run, trainer: Any, rest: Rest, model: Any, folder: str) -> None:
         self._run, self._trainer, self._rest, self._model, self._folder = run, trainer, rest, model, Path(folder)
         self._steps = Steps(run, trainer, rest, model)
-        trainer.add_callback(self._steps)
+        trainer.callback_handler.callbacks.insert(0, self._steps)  # what others do in a step belongs to that step
         self._loop = trainer._inner_training_loop
         trainer._inner_training_loop = self
         self._settle_in()
@@ -97,6 +97,7 @@ class TrainingLoop:
         place = {"process_index": self._run.rank, "num_processes": self._run.world_size}
         for state in (self._trainer.args.distributed_state, self._trainer.accelerator.state):
             vars(state).update(place)
+        vars(self._trainer).pop("_eval_dataloaders", None)  # persistent ones: each gives the samples of one place
         self._rest.workers = self._run.world_size
 
     def _agree(self, result: TrainOutput) -> TrainOutput:
@@ -180,10 +181,6 @@ class Steps(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._done, self._timed = True, time.monotonic()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if isinstance(self._model, Changing):
-            self._model.note()
-
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """What the Trainer has done since the step's end takes time that is not a step's. So for `on_save`."""
         if self._done:
@@ -194,6 +191,8 @@ class Steps(TrainerCallback):
     on_save = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if "train_runtime" in given["logs"] and isinstance(self._model, Changing):
+            self._model.note()  # training has ended, and the best model is not loaded yet
         self._run.log(**{name: each for name, each in given["logs"].items() if isinstance(each, int | float)})
 
     def end(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from dataclasses import replace
@@ -86,14 +87,13 @@ class Rest:
         self.workers = rank_and_world()[1]
         self._trainer = trainer
         self._noted: tuple[TrainerState, dict[str, Any], int, float] | None = None
+        self._values: list[tuple[Any, dict[str, Any]]] = []  # of callbacks, when that was noted
         self._history: list[Any] = []  # the Trainer's log, and as lines: each snapshot has all of it
         self._lines: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
         """The same on all ranks, as far as what the script logs is."""
-        callbacks = (*self._trainer.callback_handler.callbacks, self._trainer.control)
-        exported = [each for each in callbacks if isinstance(each, ExportableState)]
-        kept = vars(replace(self._trainer.state, log_history=[], stateful_callbacks=exported))
+        kept = vars(replace(self._trainer.state, log_history=[], stateful_callbacks=self._exported()))
         kept.update(dict.fromkeys(_PLACE, True))
         if step := kept["best_global_step"]:  # ranks without the checkpoint must save the same path
             kept["best_model_checkpoint"] = os.path.join(
@@ -120,9 +120,10 @@ class Rest:
             )
 
     def note(self) -> None:
-        """Note what changes in a step that may not count: the state of the Trainer, and its count of operations."""
+        """Note what changes in a step that may not count: the states of the Trainer and its callbacks, for example."""
         state = self._trainer.state
         self._noted = state, dict(vars(state)), len(state.log_history), self._trainer.current_flos
+        self._values = [(each, copy.deepcopy(each.state().get("attributes", {}))) for each in self._exported()]
 
     def put_back(self) -> None:
         """Put back what was noted."""
@@ -131,6 +132,14 @@ class Rest:
             vars(state).update(values)
             del state.log_history[logged:]
             self._trainer.state = state
+            for each, kept in self._values:
+                for name, value in kept.items():
+                    setattr(each, name, value)
+
+    def _exported(self) -> list[Any]:
+        """The callbacks that the Trainer can save."""
+        callbacks = (*self._trainer.callback_handler.callbacks, self._trainer.control)
+        return [each for each in callbacks if isinstance(each, ExportableState)]
 
     def _log(self) -> str:
         """The Trainer's log, a line for each entry. The summary is not in it: its loss is this rank's."""
