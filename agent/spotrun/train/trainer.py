@@ -137,4 +137,11 @@ def _prepare(run: Run, trainer: Any) -> Parallel:
         model.exchange(True)
 
     accelerator.no_sync = no_sync
+    unwrap = accelerator.unwrap_model
+
+    def unwrap_model(given: Any, *args: Any, **options: Any) -> Any:
+        """accelerate knows only its own wrappers. Label smoothing, for example, asks for the class of the module."""
+        return unwrap(given.module if isinstance(given, Parallel) else given, *args, **options)
+
+    accelerator.unwrap_model = unwrap_model
     return model
