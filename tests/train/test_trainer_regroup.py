@@ -77,6 +77,25 @@ def test_a_peer_that_dies(
     same(job, undisturbed)
 
 
+def test_a_peer_that_dies_while_it_loads_data(job: Regroups, undisturbed: Cluster) -> None:
+    """The step before counts."""
+    plan = {"script": "loading"}
+    job.begin("ab", 5, a=plan, b={**plan, "die_at": 7, "die_in": "loading"})
+    (survivor,) = job.survivors()
+    job.regroup([survivor, job.warm_up("c", 5, **plan)])
+    same(job, undisturbed)
+    assert [each.control.base for each in job.members] == [7] * 2
+
+
+def test_loaders_that_stay_when_the_ranks_change(job: Regroups, undisturbed: Cluster) -> None:
+    """An evaluation has the samples of all ranks."""
+    plan = {"script": "persistent", "keeps_loaders": True}
+    job.begin("ab", stop_at=5, a=plan, b=plan)
+    job.regroup(job.members[::-1])
+    assert job.end() == [0, 0], job.state_and_log()
+    assert flatten(job.cluster.final()) == flatten(undisturbed.final())
+
+
 @pytest.mark.parametrize("script", ["adapted", "averaging", "counting", "stopping", "stopped", "unusual"])
 def test_other_trainers(tmp_path: Path, job: Regroups, script: str) -> None:
     """After a planned change, and a death."""

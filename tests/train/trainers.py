@@ -86,7 +86,7 @@ class Trained(Script):
             self.run.ddp = ddp  # type: ignore[method-assign]
 
     def see(self, labels: torch.Tensor, training: bool) -> None:
-        if self.run.step == self.plan.die_at and training == (self.plan.die_in != "evaluation"):
+        if self.run.step == self.plan.die_at and self.plan.die_in == ("" if training else "evaluation"):
             os.kill(os.getpid(), signal.SIGKILL)
         if training:
             self.note(ids=labels.tolist())
@@ -102,6 +102,33 @@ class Trained(Script):
 def trained(plan: Any, out: Path) -> None:
     """Like most scripts with a Trainer."""
     script = Trained(plan, out)
+    script.run.train(script.trainer)
+    script.save()
+
+
+def persistent(plan: Any, out: Path) -> None:
+    """Processes load its data, and stay from one evaluation to the next."""
+    script = Trained(plan, out, dataloader_num_workers=1, dataloader_persistent_workers=True)
+    script.run.train(script.trainer)
+    script.save()
+
+
+class Loading(Trainer):
+    """It may die while it loads the batches of a step."""
+
+    script: Trained
+
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        plan = self.script.plan
+        if self.state.global_step == plan.die_at and plan.die_in == "loading":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().get_batch_samples(*args, **options)
+
+
+def loading(plan: Any, out: Path) -> None:
+    """It may die between two steps."""
+    script = Trained(plan, out, Loading)
+    script.trainer.script = script  # type: ignore[attr-defined]
     script.run.train(script.trainer)
     script.save()
 
@@ -212,7 +239,10 @@ class Precise(torch.optim.SGD):
 
 
 class Unusual(Trainer):
-    """It makes an optimizer in each call, draws an order for the samples, and logs what is no number."""
+    """It makes an optimizer in each call, draws an order for the samples, and logs what is no number.
+
+    It asks for the module in its model, as label smoothing does.
+    """
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         self.optimizer = Precise(self.model.parameters(), lr=0.1)
@@ -221,9 +251,10 @@ class Unusual(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return Drawn()
 
-    def compute_loss(self, *args: Any, **options: Any) -> Any:
+    def compute_loss(self, model: Any, *args: Any, **options: Any) -> Any:
+        assert self.accelerator.unwrap_model(model) is self.model
         self.log({"tensor": torch.ones(2), "object": Samples(), "number": torch.tensor(1.5)})  # type: ignore[dict-item]
-        return super().compute_loss(*args, **options)
+        return super().compute_loss(model, *args, **options)
 
 
 class Drawn(torch.utils.data.Sampler[int]):
@@ -240,7 +271,9 @@ def unusual(plan: Any, out: Path) -> None:
     """Its Trainer is not like others, and evaluates before the first step."""
     script = Trained(plan, out, Unusual, eval_on_start=True)
     script.run.train(script.trainer)
-    entries = [each for each in script.trainer.state.log_history if "tensor" in each]
+    log = script.trainer.state.log_history
+    assert not any("eval_model_preparation_time" in each for each in log)  # as with `trainer.train`
+    entries = [each for each in log if "tensor" in each]
     script.save(logged=[[*torch.as_tensor(each["tensor"]), float(each["number"])] for each in entries])
 
 

@@ -22,6 +22,7 @@ from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from spotrun.errors import SpotrunError
+from spotrun.train.metrics import Clock
 from spotrun.train.parallel import Parallel
 from spotrun.train.rng import reseed
 from spotrun.train.trainer_loop import TrainingLoop
@@ -130,6 +131,12 @@ def _prepare(run: Run, trainer: Any) -> Parallel:
     model = run.ddp(prepared, **handler.to_kwargs())
     handler.register_comm_hook(model)
     trainer.model_wrapped = model
+    _teach(accelerator, model, run._clock)
+    return model
+
+
+def _teach(accelerator: Any, model: Parallel, clock: Clock) -> None:
+    """Have accelerate use this model as it would use its own wrapper."""
 
     @contextmanager
     def no_sync(*_: Any, **__: Any) -> Iterator[None]:
@@ -137,12 +144,15 @@ def _prepare(run: Run, trainer: Any) -> Parallel:
         yield
         model.exchange(True)
 
-    backward, clock = accelerator.backward, run._clock
+    backward, unwrap = accelerator.backward, accelerator.unwrap_model
 
     def timed_backward(*args: Any, **options: Any) -> None:
         if accelerator.sync_gradients:
             clock.due_at = clock.due_at or time.monotonic()  # as `run.backward` does
         backward(*args, **options)
 
-    accelerator.no_sync, accelerator.backward = no_sync, timed_backward
-    return model
+    def unwrap_model(given: Any, *args: Any, **options: Any) -> Any:
+        """Label smoothing, for example, asks for the class of the module."""
+        return unwrap(given.module if isinstance(given, Parallel) else given, *args, **options)
+
+    accelerator.no_sync, accelerator.backward, accelerator.unwrap_model = no_sync, timed_backward, unwrap_model
