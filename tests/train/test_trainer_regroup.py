@@ -133,12 +133,19 @@ def test_frozen_parameters_are_sent_only_if_a_newcomer_has_others(job: Regroups,
     assert job.cluster.log().count("the model is sent") == sent
 
 
-def test_a_newcomer_whose_steps_are_others(job: Regroups) -> None:
-    plan = {"script": "dependent"}
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("dependent", "gradient_accumulation_steps is 4 in this new worker, and 2 in the others"),
+        ("decaying", "weight_decay is 0.5 in this new worker, and 1.0 in the others"),
+    ],
+)
+def test_a_newcomer_whose_steps_are_others(job: Regroups, script: str, message: str) -> None:
+    plan = {"script": script}
     job.begin("ab", 1, stop_at=2, a=plan, b=plan)
     job.regroup([job.members[0], job.warm_up("c", 1, **plan)])
     survivor, newcomer = job.members
     newcomer.process.join(60)
     assert newcomer.process.exitcode == 1
-    assert "gradient_accumulation_steps is 4 in this new worker, and 2 in the others" in job.cluster.log()
+    assert message in job.cluster.log()
     wait_for(lambda: survivor.control.left == EXIT_PEER, 60)

@@ -227,6 +227,13 @@ def keeping_loaders(plan: Any, out: Path) -> None:
     script.save()
 
 
+def decaying(plan: Any, out: Path) -> None:
+    """It computes its weight decay from the number of workers."""
+    script = Trained(plan, out, weight_decay=0.5 * int(os.environ["WORLD_SIZE"]))
+    script.run.train(script.trainer)
+    script.save()
+
+
 class Precise(torch.optim.SGD):
     """Its state has more precision than the parameters."""
 
@@ -241,8 +248,10 @@ class Precise(torch.optim.SGD):
 class Unusual(Trainer):
     """It makes an optimizer in each call, draws an order for the samples, and logs what is no number.
 
-    It asks for the module in its model, as label smoothing does.
+    It asks for the module in its model, as label smoothing does. What it computes depends on its count of batches.
     """
+
+    batches: int
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         self.optimizer = Precise(self.model.parameters(), lr=0.1)
@@ -255,6 +264,12 @@ class Unusual(Trainer):
         assert self.accelerator.unwrap_model(model) is self.model
         self.log({"tensor": torch.ones(2), "object": Samples(), "number": torch.tensor(1.5)})  # type: ignore[dict-item]
         return super().compute_loss(model, *args, **options)
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> torch.Tensor:
+        factor = 1 + self.batches % 7 % ACCUMULATE  # an epoch has 7 batches
+        loss = super().training_step(model, {**inputs, "x": factor * inputs["x"]}, *args, **options)
+        self.batches += 1
+        return loss
 
 
 class Drawn(torch.utils.data.Sampler[int]):
@@ -270,6 +285,7 @@ class Drawn(torch.utils.data.Sampler[int]):
 def unusual(plan: Any, out: Path) -> None:
     """Its Trainer is not like others, and evaluates before the first step."""
     script = Trained(plan, out, Unusual, eval_on_start=True)
+    script.trainer.batches = 0  # type: ignore[attr-defined]
     script.run.train(script.trainer)
     log = script.trainer.state.log_history
     assert not any("eval_model_preparation_time" in each for each in log)  # as with `trainer.train`

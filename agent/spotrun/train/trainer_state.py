@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,7 @@ from spotrun.train.distributed import rank_and_world
 _TIMES = ("_runtime", "_per_second", "_preparation_time")
 _PLACE = ("is_local_process_zero", "is_world_process_zero")
 
-
-_PLAN = (  # of TrainingArguments
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "num_train_epochs",
-    "max_steps",
-    "learning_rate",
-    "warmup_steps",
-)
+_OWN_NUMBERS = ("local_rank", "dataloader_num_workers")  # of TrainingArguments: they may differ between machines
 
 
 class Changing:
@@ -86,7 +78,7 @@ class Rest:
         self.result: TrainOutput | None = None
         self.workers = rank_and_world()[1]
         self._trainer = trainer
-        self._noted: tuple[TrainerState, dict[str, Any], int, float] | None = None
+        self._noted: tuple[TrainerState, dict[str, Any], int, dict[str, Any]] | None = None
         self._values: list[tuple[Any, dict[str, Any]]] = []  # of callbacks, when that was noted
         self._history: list[Any] = []  # the Trainer's log, and as lines: each snapshot has all of it
         self._lines: list[str] = []
@@ -105,10 +97,11 @@ class Rest:
         return {"workers": self.workers, "plan": self._plan(), "state": kept, "log": self._log(), **parts}
 
     def _plan(self) -> dict[str, Any]:
-        """What the number of steps and the learning rate follow from."""
-        data = self._trainer.train_dataset
-        samples = len(data) if hasattr(data, "__len__") else None
-        return {**{name: getattr(self._trainer.args, name) for name in _PLAN}, "len(train_dataset)": samples}
+        """What the steps follow from: all numbers of TrainingArguments, and of a subclass such as TRL's GRPOConfig."""
+        args, data = self._trainer.args, self._trainer.train_dataset
+        values = {each.name: getattr(args, each.name) for each in fields(args) if each.name not in _OWN_NUMBERS}
+        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
+        return {**numbers, "len(train_dataset)": len(data) if hasattr(data, "__len__") else None}
 
     def compare(self) -> None:
         """Raise `SpotrunError` if the other workers, whose state this one has got, have another plan."""
@@ -120,16 +113,22 @@ class Rest:
             )
 
     def note(self) -> None:
-        """Note what changes in a step that may not count: the states of the Trainer and its callbacks, for example."""
-        state = self._trainer.state
-        self._noted = state, dict(vars(state)), len(state.log_history), self._trainer.current_flos
+        """Note what changes in a step that may not count: the Trainer's state, its own numbers, and its callbacks.
+
+        TRL's GRPOTrainer, for example, generates texts when its count of batches says so. Two workers whose counts
+        differ would wait for each other.
+        """
+        state, own = self._trainer.state, vars(self._trainer)
+        numbers = {name: value for name, value in own.items() if type(value) in (int, float)}
+        self._noted = state, dict(vars(state)), len(state.log_history), numbers
         self._values = [(each, copy.deepcopy(each.state().get("attributes", {}))) for each in self._exported()]
 
     def put_back(self) -> None:
         """Put back what was noted."""
         if self._noted is not None:
-            state, values, logged, self._trainer.current_flos = self._noted
+            state, values, logged, numbers = self._noted
             vars(state).update(values)
+            vars(self._trainer).update(numbers)
             del state.log_history[logged:]
             self._trainer.state = state
             for each, kept in self._values:
