@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.parallel.distributed as torch_ddp
 from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
@@ -86,7 +87,7 @@ class Trained(Script):
             self.run.ddp = ddp  # type: ignore[method-assign]
 
     def see(self, labels: torch.Tensor, training: bool) -> None:
-        if self.run.step == self.plan.die_at and training == (self.plan.die_in != "evaluation"):
+        if self.run.step == self.plan.die_at and self.plan.die_in == ("" if training else "evaluation"):
             os.kill(os.getpid(), signal.SIGKILL)
         if training:
             self.note(ids=labels.tolist())
@@ -196,6 +197,27 @@ def keeping_loaders(plan: Any, out: Path) -> None:
     """Processes load its samples, and stay from epoch to epoch."""
     options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     script = Trained(plan, out, per_device_eval_batch_size=7, **options)
+    script.run.train(script.trainer)
+    script.save()
+
+
+class Meeting(Trainer):
+    """The ranks meet when they have loaded a step's samples. For language models, they then add up their labels."""
+
+    script: Any = None
+
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        found = super().get_batch_samples(*args, **options)
+        if self.script.plan.die_in == "loading" and self.state.global_step == self.script.plan.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+        return found
+
+
+def meeting(plan: Any, out: Path) -> None:
+    """A worker may die before its ranks meet."""
+    script = Trained(plan, out, Meeting)
+    vars(script.trainer)["script"] = script
     script.run.train(script.trainer)
     script.save()
 

@@ -5,8 +5,9 @@ process, as from a checkpoint that has only the file with the Trainer's state. s
 their state. The Trainer then skips the samples that it has had, without loading them. So a newcomer calls the same
 collectives as the others from there on.
 
-A step is counted when the next one begins. So what the Trainer does after a step is not done again: its log, its
-evaluation, its checkpoint.
+A step is counted when the next epoch begins, or when the Trainer begins to load the next step's samples. So what it
+does after a step is not done again: its log, its evaluation, its checkpoint. Many Trainers have a collective when the
+samples are there (the number of tokens on all ranks): if a peer is gone then, the step before counts.
 
 Read in transformers 5.24: `_inner_training_loop`, `_init_training_state`, `_run_epoch`.
 """
@@ -48,6 +49,8 @@ class TrainingLoop:
         trainer.callback_handler.callbacks.insert(0, self._steps)  # what others do in a step belongs to that step
         self._loop = trainer._inner_training_loop
         trainer._inner_training_loop = self
+        self._load = trainer.get_batch_samples
+        trainer.get_batch_samples = self._end_step_and_load
         self._settle_in()
 
     def __call__(self, *args: Any, **options: Any) -> TrainOutput:
@@ -80,6 +83,11 @@ class TrainingLoop:
         if self._rest.result is not None:
             self._rest.recall(path)
         return str(self._folder)
+
+    def _end_step_and_load(self, *args: Any, **options: Any) -> Any:
+        """Takes the place of a Trainer's `get_batch_samples`, which it calls at the beginning of a step."""
+        self._steps.end()
+        return self._load(*args, **options)
 
     def _join(self) -> None:
         """Join the next generation. Its state may be that of this process, or one that was loaded."""
@@ -157,6 +165,7 @@ class Steps(TrainerCallback):
             run._control.tell_total(run.step + state.max_steps - state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.end()
         if args.dataloader_num_workers:
             self._run._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
         # The loader draws its seed, and some samplers draw an order that must be the same on all ranks.
@@ -165,7 +174,7 @@ class Steps(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run = self._run
-        self.end()
+        self.end()  # a Trainer may load its samples in another way
         run._state.epoch = int(state.epoch or 0)
         run._batch = Batch(1.0, True, state.global_step + 1, self._samples)
         run._inside = True
