@@ -113,6 +113,21 @@ def test_other_trainers(tmp_path: Path, job: Regroups, script: str) -> None:
     assert flatten(job.cluster.final()) == flatten(before)
 
 
+def test_a_peer_that_dies_while_it_loads_samples(tmp_path: Path, job: Regroups) -> None:
+    """The others are between two steps. No step is done again, although there is no snapshot."""
+    plan = {"script": "meeting"}
+    before = undisturbed_final(tmp_path / "before", "ab", 1, plan)
+    job.begin("ab", a=plan, b={**plan, "die_at": 3, "die_in": "loading"})
+    (survivor,) = job.survivors()
+    job.regroup([survivor, job.warm_up("c", die_at=8, die_in="loading", **plan)])
+    (survivor,) = job.survivors()
+    assert survivor.control.base == 3
+    job.regroup([survivor, job.warm_up("d", **plan)])
+    assert job.end() == [0, 0], job.state_and_log()
+    assert [each.control.base for each in job.members] == [8, 8]
+    assert flatten(job.cluster.final()) == flatten(before)
+
+
 def test_loaders_that_stay_after_their_epoch(tmp_path: Path, job: Regroups) -> None:
     """Each worker has another rank after the change. So it evaluates other samples."""
     plan = {"script": "keeping_loaders", "keeps_loaders": True}

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.parallel.distributed as torch_ddp
 from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
@@ -230,6 +231,27 @@ def keeping_loaders(plan: Any, out: Path) -> None:
 def decaying(plan: Any, out: Path) -> None:
     """It computes its weight decay from the number of workers."""
     script = Trained(plan, out, weight_decay=0.5 * int(os.environ["WORLD_SIZE"]))
+    script.run.train(script.trainer)
+    script.save()
+
+
+class Meeting(Trainer):
+    """The ranks meet when they have loaded a step's samples. For language models, they then add up their labels."""
+
+    script: Any = None
+
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        found = super().get_batch_samples(*args, **options)
+        if self.script.plan.die_in == "loading" and self.state.global_step == self.script.plan.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+        return found
+
+
+def meeting(plan: Any, out: Path) -> None:
+    """A worker may die before its ranks meet."""
+    script = Trained(plan, out, Meeting)
+    vars(script.trainer)["script"] = script
     script.run.train(script.trainer)
     script.save()
 

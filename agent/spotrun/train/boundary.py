@@ -288,7 +288,7 @@ class Boundary:
         here = found is not None and (self.loop.enters_again or found.record.state["run"]["epoch"] == state.epoch)
         if not begins and (found is None or not here or found.record.step == self._finished):
             # The script is not at the state's place, or its first state is lost. Members that are there fail with it.
-            raise dist.DistError("the next generation begins in another epoch: the script must start again")
+            raise dist.DistError("the next generation is in another epoch or has no state: the script must start again")
         if found is not None and found.record.order != self._own:
             self._load(found)
         if found is not None:  # newcomers have no gradients either

@@ -5,8 +5,9 @@ process, as from a checkpoint that has only the file with the Trainer's state. s
 their state. The Trainer then skips the samples that it has had, without loading them. So a newcomer calls the same
 collectives as the others from there on.
 
-A step is counted when the next one begins. So what the Trainer does after a step is not done again: its log, its
-evaluation, its checkpoint.
+A step is counted when the next epoch begins, or when the Trainer begins to load the next step's samples. So what it
+does after a step is not done again: its log, its evaluation, its checkpoint. Many Trainers have a collective when the
+samples are there (the number of tokens on all ranks): if a peer is gone then, the step before counts.
 
 Read in transformers 5.24: `_inner_training_loop`, `_init_training_state`, `_run_epoch`.
 """
@@ -46,15 +47,10 @@ class TrainingLoop:
         self._run, self._trainer, self._rest, self._model, self._folder = run, trainer, rest, model, Path(folder)
         self._steps = Steps(run, trainer, rest, model)
         trainer.callback_handler.callbacks.insert(0, self._steps)  # what others do in a step belongs to that step
-        fetch = trainer.get_batch_samples
-
-        def get_batch_samples(*args: Any, **options: Any) -> Any:
-            self._steps.end()  # before the next step's first collective, the count of its tokens
-            return fetch(*args, **options)
-
-        trainer.get_batch_samples = get_batch_samples
         self._loop = trainer._inner_training_loop
         trainer._inner_training_loop = self
+        self._load = trainer.get_batch_samples
+        trainer.get_batch_samples = self._end_step_and_load
         self._settle_in()
 
     def __call__(self, *args: Any, **options: Any) -> TrainOutput:
@@ -87,6 +83,11 @@ class TrainingLoop:
         if self._rest.result is not None:
             self._rest.recall(path)
         return str(self._folder)
+
+    def _end_step_and_load(self, *args: Any, **options: Any) -> Any:
+        """Takes the place of a Trainer's `get_batch_samples`, which it calls at the beginning of a step."""
+        self._steps.end()
+        return self._load(*args, **options)
 
     def _join(self) -> None:
         """Join the next generation. Its state may be that of this process, or one that was loaded."""
@@ -174,6 +175,7 @@ class Steps(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run = self._run
+        self.end()  # a Trainer may load its samples in another way
         run._state.epoch = int(state.epoch or 0)
         run._batch = Batch(1.0, True, state.global_step + 1, self._samples)
         run._inside = True
