@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import nn
 
 from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE
+from spotrun.train.trainer_state import Changing
 from tests.helpers import wait_for
 from tests.train.generations import Cluster, flatten
 from tests.train.regroups import Regroups, release, undisturbed_final
@@ -87,6 +90,26 @@ def test_a_peer_that_dies_while_it_loads_data(job: Regroups, undisturbed: Cluste
     assert [each.control.base for each in job.members] == [7] * 2
 
 
+def test_a_tracker_on_a_worker_that_becomes_rank_0(job: Regroups, undisturbed: Cluster) -> None:
+    plan = {"script": "tracked"}
+    job.begin("ab", stop_at=5, a=plan, b=plan)
+    job.regroup(job.members[::-1])
+    same(job, undisturbed)
+
+
+def test_a_layer_that_was_unfrozen_after_the_saved_state() -> None:
+    """Its values of then are nowhere. In a new process, the script makes them."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    changing = Changing(model)
+    saved = changing.state_dict()
+    assert "0.weight" not in saved
+    changing.begin()
+    model[0].requires_grad_(True)
+    with pytest.raises(dist.DistError, match="must start again"):
+        changing.load_state_dict(saved)
+
+
 def test_loaders_that_stay_when_the_ranks_change(job: Regroups, undisturbed: Cluster) -> None:
     """An evaluation has the samples of all ranks."""
     plan = {"script": "persistent", "keeps_loaders": True}
@@ -96,7 +119,7 @@ def test_loaders_that_stay_when_the_ranks_change(job: Regroups, undisturbed: Clu
     assert flatten(job.cluster.final()) == flatten(undisturbed.final())
 
 
-@pytest.mark.parametrize("script", ["adapted", "averaging", "counting", "stopping", "stopped", "unusual"])
+@pytest.mark.parametrize("script", ["adapted", "averaging", "counted", "counting", "stopping", "stopped", "unusual"])
 def test_other_trainers(tmp_path: Path, job: Regroups, script: str) -> None:
     """After a planned change, and a death."""
     plan = {"script": script}

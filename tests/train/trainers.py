@@ -220,6 +220,45 @@ def counting(plan: Any, out: Path) -> None:
     script.save(counted=[found.begun, found.parts])
 
 
+class Counted(Trainer):
+    """What it computes depends on its count of batches, as in TRL's GRPOTrainer."""
+
+    batches = 0  # an epoch has 7, so a newcomer that begins with an epoch counts as the others
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> torch.Tensor:
+        factor = 1 + self.batches % 7 % ACCUMULATE  # an epoch has 7 batches
+        loss = super().training_step(model, {**inputs, "x": factor * inputs["x"]}, *args, **options)
+        self.batches += 1
+        return loss
+
+
+def counted(plan: Any, out: Path) -> None:
+    script = Trained(plan, out, Counted)
+    script.run.train(script.trainer)
+    script.save()
+
+
+class Tracker(TrainerCallback):
+    """As those of transformers for W&B and others: it sets itself up once, and logs on rank 0."""
+
+    def __init__(self) -> None:
+        self._initialized = self.open = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self._initialized:
+            self._initialized, self.open = True, state.is_world_process_zero
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert self.open or not state.is_world_process_zero
+
+
+def tracked(plan: Any, out: Path) -> None:
+    """It has a tracker."""
+    script = Trained(plan, out, callback=Tracker())
+    script.run.train(script.trainer)
+    script.save()
+
+
 def keeping_loaders(plan: Any, out: Path) -> None:
     """Processes load its samples, and stay from epoch to epoch."""
     options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
@@ -270,10 +309,8 @@ class Precise(torch.optim.SGD):
 class Unusual(Trainer):
     """It makes an optimizer in each call, draws an order for the samples, and logs what is no number.
 
-    It asks for the module in its model, as label smoothing does. What it computes depends on its count of batches.
+    It asks for the module in its model, as label smoothing does.
     """
-
-    batches: int
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         self.optimizer = Precise(self.model.parameters(), lr=0.1)
@@ -286,12 +323,6 @@ class Unusual(Trainer):
         assert self.accelerator.unwrap_model(model) is self.model
         self.log({"tensor": torch.ones(2), "object": Samples(), "number": torch.tensor(1.5)})  # type: ignore[dict-item]
         return super().compute_loss(model, *args, **options)
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> torch.Tensor:
-        factor = 1 + self.batches % 7 % ACCUMULATE  # an epoch has 7 batches
-        loss = super().training_step(model, {**inputs, "x": factor * inputs["x"]}, *args, **options)
-        self.batches += 1
-        return loss
 
 
 class Drawn(torch.utils.data.Sampler[int]):
@@ -307,7 +338,6 @@ class Drawn(torch.utils.data.Sampler[int]):
 def unusual(plan: Any, out: Path) -> None:
     """Its Trainer is not like others, and evaluates before the first step."""
     script = Trained(plan, out, Unusual, eval_on_start=True)
-    script.trainer.batches = 0  # type: ignore[attr-defined]
     script.run.train(script.trainer)
     log = script.trainer.state.log_history
     assert not any("eval_model_preparation_time" in each for each in log)  # as with `trainer.train`

@@ -102,8 +102,12 @@ class TrainingLoop:
 
     def _settle_in(self) -> None:
         """Note the place of this worker where it is kept."""
+        args, handler = self._trainer.args, self._trainer.callback_handler
+        if self._run.rank == 0 != args.process_index:
+            for each in (each for each in handler.callbacks if hasattr(each, "_initialized")):
+                each._initialized = False  # those of trackers, such as W&B, begin a run on rank 0 only
         place = {"process_index": self._run.rank, "num_processes": self._run.world_size}
-        for state in (self._trainer.args.distributed_state, self._trainer.accelerator.state):
+        for state in (args.distributed_state, self._trainer.accelerator.state):
             vars(state).update(place)
         vars(self._trainer).pop("_eval_dataloaders", None)  # a loader that stays has the samples of another rank
         self._rest.workers = self._run.world_size

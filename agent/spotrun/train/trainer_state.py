@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
@@ -55,7 +56,10 @@ class Changing:
 
     def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
         own = dict((*self._model.named_parameters(), *self._model.named_buffers()))
-        if lost := sorted((saved.keys() - own.keys()) | (self.state_dict().keys() - saved.keys())):
+        mine = self.state_dict().keys()
+        if self._versions and mine - saved.keys():
+            raise dist.DistError("a layer was unfrozen after the saved state: the script must start again")
+        if lost := sorted((saved.keys() - own.keys()) | (mine - saved.keys())):
             where = "saved state" if lost[0] in saved else "model"
             raise SpotrunError(f"run.train: only the {where} has {lost[0]}. Submit a changed script as a new job")
         self._names |= saved.keys()
