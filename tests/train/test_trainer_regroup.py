@@ -97,6 +97,14 @@ def test_a_tracker_on_a_worker_that_becomes_rank_0(job: Regroups, undisturbed: C
     same(job, undisturbed)
 
 
+def test_kernels_that_take_the_place_of_the_models_forward_pass(job: Regroups) -> None:
+    plan = {"script": "fused"}
+    job.begin("ab", stop_at=5, a=plan, b=plan)
+    job.regroup(job.members[::-1])
+    assert job.end() == [0, 0], job.state_and_log()
+    assert job.cluster.log().count("Liger's kernels") == 2
+
+
 def test_a_layer_that_was_unfrozen_after_the_saved_state() -> None:
     """Its values of then are nowhere. In a new process, the script makes them."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -6,6 +6,7 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -235,6 +236,26 @@ class Counted(Trainer):
 def counted(plan: Any, out: Path) -> None:
     script = Trained(plan, out, Counted)
     script.run.train(script.trainer)
+    script.save()
+
+
+def fused(plan: Any, out: Path) -> None:
+    """It uses autocast, and Liger's kernels, which take the place of the model's forward pass when training begins."""
+    script = Trained(plan, out, bf16=True)
+    net, forward = script.net, Net.forward
+
+    def cast(self: Net, x: torch.Tensor, labels: torch.Tensor, skip_logits: Any = None) -> Any:
+        assert torch.is_autocast_enabled("cpu")
+        return forward(self, x, labels)
+
+    def apply(model: Any, config: Any) -> None:
+        print("Liger's kernels", flush=True)
+        model.forward = MethodType(cast, model)
+
+    script.trainer.args.use_liger_kernel = True
+    with patch("transformers.trainer.apply_liger_kernel", apply):
+        script.run.train(script.trainer)
+    assert net is script.trainer.model
     script.save()
 
 

@@ -57,6 +57,10 @@ class TrainingLoop:
         rest = self._rest
         if rest.result is not None:
             raise SpotrunError("run.train: this Trainer has trained. A script can have spotrun keep one training only")
+        trainer = self._trainer
+        if trainer.args.use_liger_kernel:  # `trainer.train` has just given the model another forward, without autocast
+            trainer.model._is_accelerate_prepared = False
+            trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
         while True:
             try:
                 if rest.result is None:
