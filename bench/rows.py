@@ -76,7 +76,8 @@ def render_trainer(runs: Sequence[Run], machine: str, day: date, timeout: float)
         "The same script and model (bench/train_trainer.py). Under torchrun, the Trainer saves a checkpoint every 20 "
         "steps, and goes on from the newest one. Under spotrun, the script calls `run.train`. With a notice, it "
         "trains on until the new node is ready: the pause counts, not the total. A set-up adds its own time to each "
-        f"recovery under torchrun, so this is not measured. Columns as above. All times are medians, in seconds. A hang is {timeout:g} s without a step, and is not in the medians.",
+        "recovery under torchrun, so this is not measured. Columns as above. All times are medians, in seconds. "
+        f"A hang is {timeout:g} s without a step, and is not in the medians.",
         "",
         *_table(summarize(runs), runs),
     ]
