@@ -264,6 +264,18 @@ class Several:
         self.parts = {"all": list(parts)}
 
 
+class Quantized(torch.nn.Linear):
+    is_quantized = True
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        raise ValueError("`.to` is not supported")
+
+
+def test_a_quantized_model_stays_where_it_is() -> None:
+    module = Quantized(2, 2)
+    assert Parallel(module, torch.device("cpu")).module is module
+
+
 def test_what_a_tracked_object_of_the_script_keeps_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_steps(monkeypatch)
     model = Parallel(torch.nn.Linear(2, 2), torch.device("cpu"))

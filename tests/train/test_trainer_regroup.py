@@ -82,7 +82,7 @@ def test_a_peer_that_dies(
 
 def test_a_peer_that_dies_while_it_loads_data(job: Regroups, undisturbed: Cluster) -> None:
     """The step before counts."""
-    plan = {"script": "loading"}
+    plan = {"script": "meeting"}
     job.begin("ab", 5, a=plan, b={**plan, "die_at": 7, "die_in": "loading"})
     (survivor,) = job.survivors()
     job.regroup([survivor, job.warm_up("c", 5, **plan)])
@@ -118,15 +118,6 @@ def test_a_layer_that_was_unfrozen_after_the_saved_state() -> None:
         changing.load_state_dict(saved)
 
 
-def test_loaders_that_stay_when_the_ranks_change(job: Regroups, undisturbed: Cluster) -> None:
-    """An evaluation has the samples of all ranks."""
-    plan = {"script": "persistent", "keeps_loaders": True}
-    job.begin("ab", stop_at=5, a=plan, b=plan)
-    job.regroup(job.members[::-1])
-    assert job.end() == [0, 0], job.state_and_log()
-    assert flatten(job.cluster.final()) == flatten(undisturbed.final())
-
-
 @pytest.mark.parametrize("script", ["adapted", "averaging", "counted", "counting", "stopping", "stopped", "unusual"])
 def test_other_trainers(tmp_path: Path, job: Regroups, script: str) -> None:
     """After a planned change, and a death."""
@@ -159,11 +150,12 @@ def test_a_peer_that_dies_while_it_loads_samples(tmp_path: Path, job: Regroups) 
     assert flatten(job.cluster.final()) == flatten(before)
 
 
-def test_loaders_that_stay_after_their_epoch(tmp_path: Path, job: Regroups) -> None:
+@pytest.mark.parametrize("stop_at", [5, 6])
+def test_loaders_that_stay_after_their_epoch(tmp_path: Path, job: Regroups, stop_at: int) -> None:
     """Each worker has another rank after the change. So it evaluates other samples."""
     plan = {"script": "keeping_loaders", "keeps_loaders": True}
     before = undisturbed_final(tmp_path / "before", "ab", 1, plan)
-    job.begin("ab", 1, stop_at=6, a=plan, b=plan)
+    job.begin("ab", 1, stop_at=stop_at, a=plan, b=plan)
     job.regroup(job.members[::-1])
     assert job.end() == [0, 0], job.state_and_log()
     assert flatten(job.cluster.final()) == flatten(before)

@@ -78,14 +78,7 @@ class Trained(Script):
         callbacks = [callback or EarlyStoppingCallback(9)]
         self.trainer = kind(self.net, args, train_dataset=Samples(), eval_dataset=Samples(), callbacks=callbacks)
         if plan.on_gpu:
-            make = self.run.ddp
-
-            def ddp(*args: Any, **options: Any) -> Any:
-                model = make(*args, **options)
-                as_gpu.hold([model], filter(None, [self.trainer.optimizer]))
-                return model
-
-            self.run.ddp = ddp  # type: ignore[method-assign]
+            as_gpu.hold_later(self.run, self.trainer)
 
     def see(self, labels: torch.Tensor, training: bool) -> None:
         if self.run.step == self.plan.die_at and self.plan.die_in == ("" if training else "evaluation"):
@@ -104,33 +97,6 @@ class Trained(Script):
 def trained(plan: Any, out: Path) -> None:
     """Like most scripts with a Trainer."""
     script = Trained(plan, out)
-    script.run.train(script.trainer)
-    script.save()
-
-
-def persistent(plan: Any, out: Path) -> None:
-    """Processes load its data, and stay from one evaluation to the next."""
-    script = Trained(plan, out, dataloader_num_workers=1, dataloader_persistent_workers=True)
-    script.run.train(script.trainer)
-    script.save()
-
-
-class Loading(Trainer):
-    """It may die while it loads the batches of a step."""
-
-    script: Trained
-
-    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
-        plan = self.script.plan
-        if self.state.global_step == plan.die_at and plan.die_in == "loading":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().get_batch_samples(*args, **options)
-
-
-def loading(plan: Any, out: Path) -> None:
-    """It may die between two steps."""
-    script = Trained(plan, out, Loading)
-    script.trainer.script = script  # type: ignore[attr-defined]
     script.run.train(script.trainer)
     script.save()
 

@@ -38,9 +38,8 @@ class Parallel(nn.Module):
 
     def __init__(self, module: nn.Module, device: torch.device, **options: Any) -> None:
         super().__init__()
-        # A quantized model is on its device, and does not allow `to`.
-        elsewhere = any(each.device != device for each in (*module.parameters(), *module.buffers()))
-        self.__dict__["module"] = module.to(device) if elsewhere else module
+        # A quantized model of transformers is on its device, and does not allow `to`.
+        self.__dict__["module"] = module if getattr(module, "is_quantized", False) else module.to(device)
         # A module that contains this one loads its state by these, see `_load_from_state_dict`.
         self.__dict__["_modules"] = module._modules
         # Whether DDP exchanges it, by parameter. The next DDP instance may begin while some are frozen, as in GANs.

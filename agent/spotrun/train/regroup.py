@@ -104,6 +104,7 @@ class Membership:
         self._unsaved: dict[int, tuple[torch.Tensor, int]] = {}  # the others, with their version at `run.track`
         failures.void = False
         self._tracked: tuple[object, ...] = ()
+        self._inside: tuple[object, ...] = ()  # see `see_tracked`
         self._watch_steps()
         self._watch_samplers()
         if device.type == "cuda":
@@ -152,8 +153,8 @@ class Membership:
                 self.restarts(f"run.track names no optimizer of a model ({name}), so no optimizer's state is saved")
 
     def see_tracked(self, *items: object) -> None:
-        """The state of these objects is saved, too: a tracked object that is not torch's has them."""
-        self._tracked += tuple(part for each in items for part in _parts(each, DEPTH))
+        """The state of these objects is saved, too: a tracked object of spotrun has them. They take others' places."""
+        self._inside = tuple(part for each in items for part in _parts(each, DEPTH))
 
     def restarts(self, why: str) -> None:
         """From now on, this worker does not join another generation without a restart."""
@@ -283,7 +284,7 @@ class Membership:
             # A step before `run.track` is one of the set-up, and the object may still be tracked. So may one that is
             # being made (torch 2.13 says so).
             early = not self._tracked or getattr(item, "_is_initial", False)
-            if not early and not any(each is item for each in self._tracked):
+            if not early and not any(each is item for each in (*self._tracked, *self._inside)):
                 scaler = isinstance(item, torch.amp.GradScaler)
                 if not scaler or item.is_enabled():
                     name = "GradScaler" if scaler else type(item).__name__

@@ -82,8 +82,8 @@ class Rest:
         self.result: TrainOutput | None = None
         self.workers = rank_and_world()[1]
         self._trainer = trainer
-        self._noted: tuple[TrainerState, dict[str, Any], int, dict[str, Any]] | None = None
-        self._values: list[tuple[Any, dict[str, Any]]] = []  # of callbacks, when that was noted
+        # The Trainer's state, its values, the length of its log; numbers of the Trainer; values of its callbacks.
+        self._noted: tuple[TrainerState, dict[str, Any], int, dict[str, Any], list[Any]] | None = None
         self._history: list[Any] = []  # the Trainer's log, and as lines: each snapshot has all of it
         self._lines: list[str] = []
 
@@ -124,18 +124,18 @@ class Rest:
         """
         state, own = self._trainer.state, vars(self._trainer)
         numbers = {name: value for name, value in own.items() if type(value) in (int, float)}
-        self._noted = state, dict(vars(state)), len(state.log_history), numbers
-        self._values = [(each, copy.deepcopy(each.state().get("attributes", {}))) for each in self._exported()]
+        callbacks = [(each, copy.deepcopy(each.state().get("attributes", {}))) for each in self._exported()]
+        self._noted = state, dict(vars(state)), len(state.log_history), numbers, callbacks
 
     def put_back(self) -> None:
         """Put back what was noted."""
         if self._noted is not None:
-            state, values, logged, numbers = self._noted
+            state, values, logged, numbers, callbacks = self._noted
             vars(state).update(values)
             vars(self._trainer).update(numbers)
             del state.log_history[logged:]
             self._trainer.state = state
-            for each, kept in self._values:
+            for each, kept in callbacks:
                 for name, value in kept.items():
                     setattr(each, name, value)
 

@@ -55,6 +55,18 @@ def hold(models: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]) -> 
         model.register_comm_hook(None, _exchange)
 
 
+def hold_later(run: Any, trainer: Any) -> None:
+    """As `hold`, for what `run.train(trainer)` will make."""
+    make = run.ddp
+
+    def held(*args: Any, **options: Any) -> Any:
+        model = make(*args, **options)
+        hold([model], [trainer.optimizer])
+        return model
+
+    run.ddp = held
+
+
 def _abort(group: Any, device: torch.device) -> None:
     """Kernels are told at once. The call takes longer, and the worker may be in the next group when it returns."""
     _aborted[0] = group

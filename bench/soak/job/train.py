@@ -5,31 +5,19 @@ It runs under torchrun and spotrun. Each rank writes the samples of every step, 
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import as_gpu  # type: ignore[import-not-found]  # beside this script
+import common  # type: ignore[import-not-found]
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import spotrun
 
-EPOCHS = 2
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", type=Path, required=True)
-parser.add_argument("--shape", required=True)
-parser.add_argument("--samples", type=int, required=True)
-parser.add_argument("--batch", type=int, default=4)
-parser.add_argument("--accumulate", type=int, default=1)
-parser.add_argument("--loaders", type=int, default=0, help="processes that load data, for each rank")
-parser.add_argument("--pause", type=float, default=0.0, help="seconds added to each step")
-parser.add_argument("--gpu", action="store_true", help="imitate a GPU: see as_gpu.py")
-args = parser.parse_args()
+args = common.parse()
 if args.gpu:
     as_gpu.imitate()
 
@@ -136,7 +124,7 @@ def epochs() -> Iterator[int]:
         yield from run.epochs(1)
         for optimizer in optimizers.values() if run.epoch == 1 else ():
             optimizer.param_groups[0]["lr"] = 3e-2
-    yield from run.epochs(EPOCHS)
+    yield from run.epochs(common.EPOCHS)
 
 
 for epoch in epochs():
@@ -151,14 +139,4 @@ for epoch in epochs():
     for scheduler in schedulers.values():
         scheduler.step()
 
-digest = hashlib.sha256()
-for model in models.values():
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode() + tensor.numpy().tobytes())
-for optimizer in optimizers.values():
-    for state in optimizer.state_dict()["state"].values():
-        for value in state.values():
-            digest.update(value.numpy().tobytes())
-result = {"world_size": run.world_size, "step": run.step, "digest": digest.hexdigest()}
-if run.rank == 0:
-    (args.out / "final.json").write_text(json.dumps(result))
+common.write_final(run, args.out, models.values(), optimizers.values())

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import as_gpu  # type: ignore[import-not-found]  # beside this script
+import common  # type: ignore[import-not-found]
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import spotrun
 
-EPOCHS = 2
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", type=Path, required=True)
-parser.add_argument("--shape", required=True)
-parser.add_argument("--samples", type=int, required=True)
-parser.add_argument("--batch", type=int, default=4)
-parser.add_argument("--accumulate", type=int, default=1)
-parser.add_argument("--loaders", type=int, default=0, help="processes that load data, for each rank")
-parser.add_argument("--pause", type=float, default=0.0, help="seconds added to each step")
-parser.add_argument("--gpu", action="store_true", help="imitate a GPU: see as_gpu.py")
-args = parser.parse_args()
+args = common.parse()
 if args.gpu:
     as_gpu.imitate()
 torch.set_num_threads(1)
@@ -56,7 +44,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.training:
-            epoch = run.step // (trainer.state.max_steps // EPOCHS)
+            epoch = run.step // (trainer.state.max_steps // common.EPOCHS)
             line = {"generation": run.generation, "epoch": epoch, "step": run.step + 1, "ids": labels.tolist()}
             record.write(json.dumps(line) + "\n")
         logits = self.layers(x)
@@ -70,7 +58,7 @@ class Pace(TrainerCallback):
 
 options = TrainingArguments(
     str(args.out / "trainer"),
-    num_train_epochs=EPOCHS,
+    num_train_epochs=common.EPOCHS,
     per_device_train_batch_size=args.batch,
     gradient_accumulation_steps=args.accumulate,
     dataloader_num_workers=args.loaders,
@@ -87,24 +75,7 @@ options = TrainingArguments(
 )
 trainer = Trainer(Net(), options, train_dataset=Samples(args.samples), eval_dataset=Samples(64), callbacks=[Pace()])
 if args.gpu:
-    make = run.ddp
-
-    def held(*given: Any, **named: Any) -> Any:
-        model = make(*given, **named)
-        as_gpu.hold([model], [trainer.optimizer])
-        return model
-
-    run.ddp = held  # type: ignore[method-assign]
+    as_gpu.hold_later(run, trainer)
 run.train(trainer)
 
-assert trainer.model is not None
-assert trainer.optimizer is not None
-digest = hashlib.sha256()
-for name, tensor in sorted(trainer.model.state_dict().items()):
-    digest.update(name.encode() + tensor.numpy().tobytes())
-for state in trainer.optimizer.state_dict()["state"].values():
-    for value in state.values():
-        digest.update(value.numpy().tobytes())
-if run.rank == 0:
-    result = {"world_size": run.world_size, "step": run.step, "digest": digest.hexdigest()}
-    (args.out / "final.json").write_text(json.dumps(result))
+common.write_final(run, args.out, [trainer.model], filter(None, [trainer.optimizer]))
