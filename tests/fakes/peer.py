@@ -30,19 +30,22 @@ class Peer:
             self.take(None)
 
     def take(self, timeout: float | None) -> bool:
-        """Handle what is there; lines only when there is time to wait."""
-        events = self.look.select(timeout)
-        if timeout is not None:
-            events = [(key, mask) for key, mask in events if key.fileobj is not self.lines]
+        """Handle what is there; lines only when there is time to wait.
+
+        Lines come last: a `sync` takes in what has arrived, and a second `accept` of the same connection never ends.
+        """
+        found = self.look.select(timeout)
+        lines = [(key, mask) for key, mask in found if key.fileobj is self.lines]
+        events = [each for each in found if each not in lines]
         for key, mask in events:
-            if key.fileobj is self.lines:
-                for line in os.read(self.lines.fileno(), 4096).decode().splitlines():
-                    self.obey(*line.split())
-            elif key.data == "listener":
+            if key.data == "listener":
                 sock, _ = key.fileobj.accept()  # type: ignore[union-attr]
                 self.add(f"in{len(self.socks)}", sock, selectors.EVENT_READ)
             else:
                 self.on_socket(key.fileobj, key.data, mask)  # type: ignore[arg-type]
+        if lines and timeout is None:
+            for line in os.read(self.lines.fileno(), 4096).decode().splitlines():
+                self.obey(*line.split())
         return bool(events)
 
     def add(self, name: str, sock: socket.socket, mask: int) -> None:
