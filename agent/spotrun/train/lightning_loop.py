@@ -18,7 +18,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_fabric.utilities.seed import isolate_rng
 from pytorch_lightning import Callback
 from pytorch_lightning.loops.fit_loop import RestartStage
 
@@ -58,8 +57,8 @@ class TrainingLoop:
             run._clock.resume()
             with boundary.loop, boundary.snapshots.guard or nullcontext():
                 if not rest.begun:
-                    with isolate_rng():
-                        self._check_sanity()
+                    self._check_sanity()
+                    reseed(run._state.seed, "tracked")  # as `run.track` does
                 until_it_ends(run, self._enter, self._join)
             boundary.profiling.end_loop()
             reseed(run._state.seed, run.step, 0, run.rank)  # after a restart, the code after this call draws the same

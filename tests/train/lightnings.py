@@ -1,0 +1,118 @@
+"""Scripts for a Trainer of PyTorch Lightning. A plan names one of them, as those of `tests.train.scripts`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import EarlyStopping
+from pytorch_lightning.loggers import Logger
+from torch import nn
+from torch.utils.data import DataLoader
+
+import spotrun
+from tests.train.scripts import Numbered, Script
+
+BATCH, EPOCHS, ACCUMULATE = 8, 3, 2  # with two workers: 4 steps an epoch
+
+
+class History(Logger):
+    """Keeps what the Trainer logs. A restarted worker has less of it than one that has joined again."""
+
+    def __init__(self, script: Fitted) -> None:
+        super().__init__()
+        self._script = script
+
+    name = version = "history"
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self._script.note(ids=[], logged={**metrics, "at": step})
+
+
+class Net(pl.LightningModule):
+    """It logs, and its script sees the numbers of the samples."""
+
+    def __init__(self, script: Fitted) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 4))
+        self.__dict__["script"] = script
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, index = batch
+        return nn.functional.cross_entropy(self.layers(x).float(), index % 4)
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        self.script.see(batch[1], "")
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("own", loss, on_epoch=True, on_step=False, sync_dist=True)
+        if number == 0:
+            self.log("most", loss.detach(), reduce_fx="max", on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        self.script.see(batch[1], "validation")
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        steps = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)
+        return [optimizer], [
+            {"scheduler": steps, "interval": "step"},
+            {"scheduler": plateau, "interval": "epoch", "monitor": "val_loss"},
+        ]
+
+
+class Fitted(Script):
+    """A script with a Trainer: it validates, logs, and may stop early."""
+
+    def __init__(self, plan: Any, out: Path, **options: Any) -> None:
+        self.run, self.plan, self.out = spotrun.init(seed=5), plan, out
+        torch.manual_seed(5)
+        self.net = Net(self)
+        given = {
+            "max_epochs": EPOCHS,
+            "accumulate_grad_batches": ACCUMULATE,
+            "gradient_clip_val": 1.0,
+            "accelerator": "cpu",
+            "logger": History(self),
+            "log_every_n_steps": 1,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "callbacks": [EarlyStopping("val_loss", patience=9)],
+            "default_root_dir": str(out / "trainer"),
+        }
+        self.trainer = pl.Trainer(**{**given, **options})
+
+    def fit(self) -> None:
+        data = Numbered()
+        train, val = DataLoader(data, BATCH, shuffle=True), DataLoader(data, BATCH)
+        self.run.fit(self.trainer, self.net, train, val)
+
+    def see(self, labels: torch.Tensor, place: str) -> None:
+        if self.run.step == self.plan.die_at and place == self.plan.die_in:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not place:
+            self.note(ids=labels.tolist())
+
+    def save(self, **more: Any) -> None:
+        metrics = {name: float(each) for name, each in self.trainer.callback_metrics.items()}
+        schedulers = [each.scheduler.state_dict() for each in self.trainer.lr_scheduler_configs]
+        state = {"model": self.net.state_dict(), "optimizer": self.trainer.optimizers[0].state_dict()}
+        state |= {"metrics": metrics, "schedulers": schedulers, "epoch": self.trainer.current_epoch}
+        torch.save({**state, **more}, self.out / f"final-{self.run.rank}.pt")
+
+
+def fitted(plan: Any, out: Path) -> None:
+    """Like most scripts with a Trainer."""
+    script = Fitted(plan, out)
+    script.fit()
+    script.save(random=torch.rand(1))
