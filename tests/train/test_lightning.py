@@ -71,7 +71,7 @@ def test_a_planned_change(job: Regroups, undisturbed: Cluster, stop_at: int) -> 
 
 
 @pytest.mark.parametrize("interval", [1, 2])
-@pytest.mark.parametrize(("die_in", "die_at"), [("", 6), ("", 0), ("validation", 3), ("", 11), ("validation", 11)])
+@pytest.mark.parametrize(("die_in", "die_at"), [("", 6), ("", 2), ("validation", 3), ("", 11), ("validation", 11)])
 def test_a_peer_dies(job: Regroups, undisturbed: Cluster, die_in: str, die_at: int, interval: int) -> None:
     plan = {"script": "lightnings.fitted"}
     job.begin("ab", interval, a=plan, b={**plan, "die_at": die_at, "die_in": die_in})

@@ -143,6 +143,7 @@ class TrainingLoop:
         for loop in (trainer.fit_loop, val):
             if loop._data_fetcher is not None:
                 loop._data_fetcher.teardown()
+                loop._data_fetcher = None
             loop._combined_loader = None
 
 

@@ -158,9 +158,9 @@ class Means:
 
     def _gather(self, names: list[str]) -> torch.Tensor:
         own = self._own(names)
-        found = own.new_empty(self._trainer.world_size * len(own))
-        dist.all_gather_into_tensor(found, own)
-        return found.view(-1, len(own))
+        found = own.new_empty(self._trainer.world_size, len(own))
+        dist.all_gather(list(found.unbind()), own)
+        return found
 
 
 def _number(names: list[str]) -> float:
