@@ -9,13 +9,14 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import EarlyStopping
+import torchmetrics
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.loggers import Logger
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import spotrun
-from tests.train.scripts import Numbered, Script
+from tests.train.scripts import SAMPLES, Numbered, Script
 
 BATCH, EPOCHS, ACCUMULATE = 8, 3, 2  # with two workers: 4 steps an epoch
 
@@ -92,10 +93,9 @@ class Fitted(Script):
         }
         self.trainer = pl.Trainer(**{**given, **options})
 
-    def fit(self) -> None:
-        data = Numbered()
-        train, val = DataLoader(data, BATCH, shuffle=True), DataLoader(data, BATCH)
-        self.run.fit(self.trainer, self.net, train, val)
+    def fit(self, train: Any = None, **options: Any) -> None:
+        train = train or DataLoader(Numbered(), BATCH, shuffle=True)
+        self.run.fit(self.trainer, self.net, train, DataLoader(Numbered(), BATCH), **options)
 
     def see(self, labels: torch.Tensor, place: str) -> None:
         if self.run.step == self.plan.die_at and place == self.plan.die_in:
@@ -116,3 +116,77 @@ def fitted(plan: Any, out: Path) -> None:
     script = Fitted(plan, out)
     script.fit()
     script.save(random=torch.rand(1))
+
+
+class Data(pl.LightningDataModule):
+    """Its loaders draw an order from the global generator."""
+
+    def train_dataloader(self) -> Any:
+        weights = WeightedRandomSampler([1 + number % 3 for number in range(SAMPLES)], SAMPLES)
+        return DataLoader(Noisy(), BATCH, sampler=weights, drop_last=True)
+
+    def val_dataloader(self) -> Any:
+        return [DataLoader(Numbered(), BATCH), DataLoader(Noisy(), BATCH)]
+
+
+class Noisy(Numbered):
+    """Samples with noise from the global generator."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        x, index = super().__getitem__(index)
+        return x + 0.1 * torch.randn(16), index
+
+
+class Unusual(Net):
+    """Most of it is frozen. It logs in many ways."""
+
+    def __init__(self, script: Fitted) -> None:
+        super().__init__(script)
+        self.layers[0].requires_grad_(False)
+        self.mean = nn.Linear(32, 4).requires_grad_(False)
+        self.accuracy = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        loss = super().training_step(batch, number)
+        if self.global_rank == 0:
+            self.log("only_here", loss, rank_zero_only=True)
+        self.log_dict({"a": loss * 2, "b": 3.0}, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, number: int, dataloader_idx: int = 0) -> None:
+        self.script.see(batch[1], "validation")
+        loss = self.loss(batch)
+        self.log("val_loss", loss, sync_dist=True, add_dataloader_idx=False) if not dataloader_idx else None
+        self.accuracy(loss)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.mean.weight.lerp_(self.layers[3].weight, 0.1)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("end", float(self.trainer.global_step))
+
+
+def unusual(plan: Any, out: Path) -> None:
+    """It validates within epochs, and its training ends within one."""
+    best = ModelCheckpoint(out / "best", monitor="val_loss", save_top_k=2, save_last=True)
+    options = {"val_check_interval": 3, "max_steps": 8, "max_epochs": -1, "precision": "bf16-mixed"}
+    more = {"accumulate_grad_batches": 1, "limit_val_batches": 2, "enable_checkpointing": True, "callbacks": [best]}
+    script = Fitted(plan, out, **options, **more)
+    torch.manual_seed(5)
+    script.net = Unusual(script)
+    script.run.fit(script.trainer, script.net, datamodule=Data())
+    tested = script.trainer.validate(script.net, datamodule=Data(), verbose=False)
+    names = sorted(Path(each).name for each in best.best_k_models)
+    script.save(best=[names, Path(best.best_model_path).name], tested=tested)
+
+
+def stopping(plan: Any, out: Path) -> None:
+    """Its training stops early: its loss never counts as better."""
+    early = EarlyStopping("val_loss", mode="max", patience=3, min_delta=100.0)
+    script = Fitted(plan, out, callbacks=[early], val_check_interval=2)
+    script.fit()
+    if plan.fail_at == script.run.step:
+        raise ValueError("a bug in the script")
+    script.save(stopped=early.stopped_epoch)

@@ -43,7 +43,9 @@ def same(cluster: Cluster, undisturbed: Cluster) -> None:
     for rank in (0, 1):
         assert flatten(cluster.final(rank)) == flatten(undisturbed.final(rank))
     assert cluster.seen() == undisturbed.seen()
-    assert logged(cluster) == logged(undisturbed)
+    found, expected = logged(cluster), logged(undisturbed)
+    assert [each for each in found if each not in expected] == [each for each in expected if each not in found] == []
+    assert found == expected
 
 
 def test_every_sample_once(undisturbed: Cluster) -> None:
@@ -70,7 +72,7 @@ def test_a_planned_change(job: Regroups, undisturbed: Cluster, stop_at: int) -> 
     same(job.cluster, undisturbed)
 
 
-@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("interval", [1, 2, 99])
 @pytest.mark.parametrize(("die_in", "die_at"), [("", 6), ("", 2), ("validation", 3), ("", 11), ("validation", 11)])
 def test_a_peer_dies(job: Regroups, undisturbed: Cluster, die_in: str, die_at: int, interval: int) -> None:
     plan = {"script": "lightnings.fitted"}
@@ -79,3 +81,16 @@ def test_a_peer_dies(job: Regroups, undisturbed: Cluster, die_in: str, die_at: i
     job.regroup([spare, *job.survivors()])
     assert job.end() == [0, 0], job.state_and_log()
     same(job.cluster, undisturbed)
+
+
+@pytest.mark.parametrize("stop_at", [2, 3, 5])
+@pytest.mark.parametrize("script", ["unusual", "stopping"])
+def test_other_trainers(tmp_path: Path, script: str, stop_at: int) -> None:
+    plan = {"script": f"lightnings.{script}"}
+    cluster, undisturbed = Cluster(tmp_path / "after"), Cluster(tmp_path / "before")
+    for each in (cluster, undisturbed):
+        each.path.mkdir()
+    assert undisturbed.run(NODES, **plan) == [0, 0], undisturbed.log()
+    assert cluster.run(NODES, stop_at=stop_at, **plan) in ([EXIT_DRAINED] * 2,), cluster.log()
+    assert cluster.run(NODES, **plan) == [0, 0], cluster.log()
+    same(cluster, undisturbed)

@@ -194,6 +194,9 @@ class Steps(Callback):
             if run._boundary.must_regroup:
                 raise LeaveLoop
 
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._rest.give_validated()
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """As at the end of `run.backward`."""
         boundary = self._run._boundary

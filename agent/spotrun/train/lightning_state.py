@@ -31,6 +31,7 @@ class Rest:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._means = Means(trainer)
+        self._validated: dict[int, int] = {}
         self.kept: dict[str, Any] = {"workers": rank_and_world()[1], "ended": False}
 
     @property
@@ -69,6 +70,7 @@ class Rest:
             "precision": trainer.precision_plugin.state_dict(),
             "metrics": [dict(each) for each in _metrics(connector)],
             "place": [connector._first_loop_iter, connector._current_fx],
+            "validated": {**self._validated, **loops.epoch_loop.val_loop._seen_batches_per_dataloader},
             "means": self._means.state_dict(),
         }
 
@@ -96,7 +98,13 @@ class Rest:
             each.update(values)
         connector._first_loop_iter, connector._current_fx = kept["place"]
         self._means.load_state_dict(kept["means"])
+        self._validated = kept["validated"]
         trainer.strategy.optimizers = trainer.strategy.optimizers  # Lightning's own have references to the state
+
+    def give_validated(self) -> None:
+        """A validation begins, and has its loaders: give it the numbers of batches that it has had from them."""
+        self._trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(self._validated)
+        self._validated = {}
 
 
 def _metrics(connector: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
