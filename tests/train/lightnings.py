@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 import torchmetrics
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
-from pytorch_lightning.loggers import Logger
+from pytorch_lightning.loggers import CSVLogger, Logger
 from torch import nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
@@ -60,6 +60,9 @@ class Net(pl.LightningModule):
     def validation_step(self, batch: Any, number: int) -> None:
         self.script.see(batch[1], "validation")
         self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, number: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -190,3 +193,12 @@ def stopping(plan: Any, out: Path) -> None:
     if plan.fail_at == script.run.step:
         raise ValueError("a bug in the script")
     script.save(stopped=early.stopped_epoch)
+
+
+def plain(plan: Any, out: Path) -> None:
+    """It has Lightning's own loggers and checkpoints."""
+    options = {"enable_checkpointing": True, "enable_progress_bar": True, "enable_model_summary": True, "callbacks": None}
+    script = Fitted(plan, out, logger=CSVLogger(out / str(os.getpid())), **options)
+    script.fit()
+    script.trainer.test(script.net, DataLoader(Numbered(), BATCH))
+    script.save()

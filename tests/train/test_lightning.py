@@ -40,7 +40,7 @@ def logged(cluster: Cluster) -> list[Any]:
 
 
 def same(cluster: Cluster, undisturbed: Cluster) -> None:
-    for rank in (0, 1):
+    for rank in range(len(list((undisturbed.path / "out").glob("final-*.pt")))):
         assert flatten(cluster.final(rank)) == flatten(undisturbed.final(rank))
     assert cluster.seen() == undisturbed.seen()
     found, expected = logged(cluster), logged(undisturbed)
@@ -94,3 +94,23 @@ def test_other_trainers(tmp_path: Path, script: str, stop_at: int) -> None:
     assert cluster.run(NODES, stop_at=stop_at, **plan) in ([EXIT_DRAINED] * 2,), cluster.log()
     assert cluster.run(NODES, **plan) == [0, 0], cluster.log()
     same(cluster, undisturbed)
+
+
+@pytest.mark.parametrize("nodes", ["ab", "abc"])
+@pytest.mark.parametrize(
+    ("script", "die_in", "die_at"),
+    [("unusual", "validation", 2), ("unusual", "", 6), ("plain", "validation", 3), ("plain", "", 6)],
+)
+def test_a_peer_of_another_trainer_dies(
+    job: Regroups, memory: Path, script: str, die_in: str, die_at: int, nodes: str
+) -> None:
+    plan = {"script": f"lightnings.{script}"}
+    (memory / "whole").mkdir()
+    whole = Regroups(memory / "whole")
+    whole.begin(nodes, 1, **dict.fromkeys(nodes, plan))
+    assert whole.end() == [0] * len(nodes), whole.state_and_log()
+    job.begin(nodes, 1, **{**dict.fromkeys(nodes, plan), "b": {**plan, "die_at": die_at, "die_in": die_in}})
+    spare = job.warm_up("d", 1, **plan)
+    job.regroup([*job.survivors(), spare])
+    assert job.end() == [0] * len(nodes), job.state_and_log()
+    same(job.cluster, whole.cluster)

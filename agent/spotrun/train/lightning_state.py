@@ -16,6 +16,8 @@ from spotrun.errors import SpotrunError
 from spotrun.train.distributed import rank_and_world
 from spotrun.train.rng import derive
 
+# What a ModelCheckpoint has besides its state_dict. It decides by these whether it saves, for which all ranks meet.
+_SAVED = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 ROWS = 32  # metrics of a training step whose means over the epoch are kept
 
 
@@ -66,6 +68,7 @@ class Rest:
             "loops": loops.state_dict(),
             "stops": trainer.should_stop,
             "callbacks": {key: state for key, state in states.items() if state},
+            "checkpoints": [{name: getattr(each, name) for name in _SAVED} for each in self._checkpoints()],
             "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
             "metrics": [dict(each) for each in _metrics(connector)],
@@ -82,10 +85,10 @@ class Rest:
         for each in (loops, loops.epoch_loop, loops.epoch_loop.val_loop, loops.epoch_loop.automatic_optimization):
             each.on_iteration_done()  # otherwise it would look for its place itself
         trainer.should_stop = kept["stops"]
+        for callback, state in zip(self._checkpoints(), kept["checkpoints"], strict=True):
+            vars(callback).update(state)  # before `load_state_dict`, which compares the folders
         for callback in trainer.callbacks:
             if (state := kept["callbacks"].get(callback.state_key)) is not None:
-                if isinstance(callback, ModelCheckpoint):
-                    callback.dirpath = state["dirpath"]  # a newcomer's own may be another
                 callback.load_state_dict(copy.deepcopy(state))
         for config, state in zip(trainer.lr_scheduler_configs, kept["schedulers"], strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(state))
@@ -100,6 +103,9 @@ class Rest:
         self._means.load_state_dict(kept["means"])
         self._validated = kept["validated"]
         trainer.strategy.optimizers = trainer.strategy.optimizers  # Lightning's own have references to the state
+
+    def _checkpoints(self) -> list[ModelCheckpoint]:
+        return [each for each in self._trainer.callbacks if isinstance(each, ModelCheckpoint)]
 
     def give_validated(self) -> None:
         """A validation begins, and has its loaders: give it the numbers of batches that it has had from them."""
