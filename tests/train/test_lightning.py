@@ -96,14 +96,10 @@ def test_other_trainers(tmp_path: Path, script: str, stop_at: int) -> None:
     same(cluster, undisturbed)
 
 
-@pytest.mark.parametrize("nodes", ["ab", "abc"])
-@pytest.mark.parametrize(
-    ("script", "die_in", "die_at"),
-    [("unusual", "validation", 2), ("unusual", "", 6), ("plain", "validation", 3), ("plain", "", 6)],
-)
-def test_a_peer_of_another_trainer_dies(
-    job: Regroups, memory: Path, script: str, die_in: str, die_at: int, nodes: str
-) -> None:
+@pytest.mark.parametrize("script", ["unusual", "plain"])
+@pytest.mark.parametrize(("die_in", "die_at"), [("validation", 2), ("", 6)])
+def test_a_peer_of_another_trainer_dies(job: Regroups, memory: Path, script: str, die_in: str, die_at: int) -> None:
+    nodes = "abc"  # with three, DDP looks for unused parameters
     plan = {"script": f"lightnings.{script}"}
     (memory / "whole").mkdir()
     whole = Regroups(memory / "whole")
