@@ -6,17 +6,19 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytorch_lightning as pl
 import torch
 import torchmetrics
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from pytorch_lightning.loggers import CSVLogger, Logger
 from torch import nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import spotrun
-from tests.train.scripts import SAMPLES, Numbered, Script
+from spotrun.errors import SpotrunError
+from tests.train.scripts import SAMPLES, Buffered, Numbered, Script
 
 BATCH, EPOCHS, ACCUMULATE = 8, 3, 2  # with two workers: 4 steps an epoch
 
@@ -41,7 +43,7 @@ class Net(pl.LightningModule):
 
     def __init__(self, script: Fitted) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 4))
+        self.layers: Any = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 4))
         self.__dict__["script"] = script
 
     def loss(self, batch: Any) -> torch.Tensor:
@@ -97,7 +99,7 @@ class Fitted(Script):
         self.trainer = pl.Trainer(**{**given, **options})
 
     def fit(self, train: Any = None, **options: Any) -> None:
-        train = train or DataLoader(Numbered(), BATCH, shuffle=True)
+        train = DataLoader(Numbered(), BATCH, shuffle=True) if train is None else train
         self.run.fit(self.trainer, self.net, train, DataLoader(Numbered(), BATCH), **options)
 
     def see(self, labels: torch.Tensor, place: str) -> None:
@@ -109,7 +111,7 @@ class Fitted(Script):
     def save(self, **more: Any) -> None:
         metrics = {name: float(each) for name, each in self.trainer.callback_metrics.items()}
         schedulers = [each.scheduler.state_dict() for each in self.trainer.lr_scheduler_configs]
-        state = {"model": self.net.state_dict(), "optimizer": self.trainer.optimizers[0].state_dict()}
+        state: dict[str, Any] = {"model": self.net.state_dict(), "optimizer": self.trainer.optimizers[0].state_dict()}
         state |= {"metrics": metrics, "schedulers": schedulers, "epoch": self.trainer.current_epoch}
         torch.save({**state, **more}, self.out / f"final-{self.run.rank}.pt")
 
@@ -147,7 +149,7 @@ class Unusual(Net):
         super().__init__(script)
         self.layers[0].requires_grad_(False)
         self.mean = nn.Linear(32, 4).requires_grad_(False)
-        self.accuracy = torchmetrics.MeanMetric()
+        self.accuracy: Any = torchmetrics.MeanMetric()
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
         loss = super().training_step(batch, number)
@@ -197,8 +199,44 @@ def stopping(plan: Any, out: Path) -> None:
 
 def plain(plan: Any, out: Path) -> None:
     """It has Lightning's own loggers and checkpoints."""
-    options = {"enable_checkpointing": True, "enable_progress_bar": True, "enable_model_summary": True, "callbacks": None}
-    script = Fitted(plan, out, logger=CSVLogger(out / str(os.getpid())), **options)
+    shown = {"enable_checkpointing": True, "enable_progress_bar": True, "enable_model_summary": True}
+    script = Fitted(plan, out, logger=CSVLogger(out / str(os.getpid())), callbacks=None, **shown)
     script.fit()
     script.trainer.test(script.net, DataLoader(Numbered(), BATCH))
     script.save()
+
+
+def refused(plan: Any, out: Path) -> None:
+    """It prints what is wrong with its calls, and trains in between."""
+    script = Fitted(plan, out)
+    run, trainer, net = script.run, script.trainer, script.net
+    given = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 1}
+
+    def attempt(trainer: Any, *args: Any) -> None:
+        try:
+            run.fit(trainer, *args)
+        except SpotrunError as error:
+            print("refused:", error, flush=True)
+
+    attempt(run)
+    attempt(trainer)
+    attempt(pl.Trainer(reload_dataloaders_every_n_epochs=1, **given), net)
+    attempt(pl.Trainer(val_check_interval="00:00:10:00", **given), net)
+    attempt(pl.Trainer(callbacks=[StochasticWeightAveraging(1e-2)], **given), net)
+    with patch("spotrun.train.lightning._OLDEST", (99, 5)):
+        attempt(trainer, net)
+    net.automatic_optimization = False
+    attempt(trainer, net)
+    net.automatic_optimization = True
+    run.ddp(nn.Linear(2, 2))
+    attempt(trainer, net)
+    run._models.clear()
+    with patch.dict(run._state.objects, net=net):
+        attempt(trainer, net)
+    script.fit()
+    attempt(trainer, net)
+
+
+def without_a_length(plan: Any, out: Path) -> None:
+    """Its samples come from an IterableDataset."""
+    Fitted(plan, out).fit(DataLoader(Buffered(), BATCH))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,60 @@ def test_a_peer_of_another_trainer_dies(job: Regroups, memory: Path, script: str
     job.regroup([*job.survivors(), spare])
     assert job.end() == [0] * len(nodes), job.state_and_log()
     same(job.cluster, whole.cluster)
+
+
+@pytest.mark.parametrize("stop_at", [7, -1])
+def test_training_that_has_ended_does_not_go_on(tmp_path: Path, stop_at: int) -> None:
+    """Neither after a stop in its last step, nor after a failure later in the script."""
+    cluster, undisturbed = Cluster(tmp_path / "after"), Cluster(tmp_path / "before")
+    for each in (cluster, undisturbed):
+        each.path.mkdir()
+    assert undisturbed.run(NODES, script="lightnings.stopping") == [0, 0], undisturbed.log()
+    last = undisturbed.newest("a").step
+    codes = cluster.run(NODES, script="lightnings.stopping", stop_at=last if stop_at > 0 else -1, fail_at=last)
+    assert codes == ([1, 1] if stop_at < 0 else [EXIT_DRAINED] * 2), cluster.log()
+    assert cluster.run(NODES, script="lightnings.stopping") == [0, 0], cluster.log()
+    assert cluster.newest("a").step == last < STEPS
+    same(cluster, undisturbed)
+
+
+def test_frozen_parameters_are_in_no_snapshot(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    assert cluster.run(["a"], script="lightnings.unusual") == [0], cluster.log()
+    names = set(cluster.newest("a").state["objects"]["model"])
+    assert names >= {"layers.1.weight", "layers.1.running_mean", "layers.3.bias", "mean.weight"}
+    assert not names & {"layers.0.weight", "mean.bias"}
+
+
+def test_another_number_of_workers(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    assert cluster.run(NODES, stop_at=1, script="lightnings.fitted") == [EXIT_DRAINED] * 2, cluster.log()
+    assert cluster.run(NODES[:1], script="lightnings.fitted") == [1]
+    assert "the saved state is of 2 workers, and there are 1 now" in cluster.log()
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    assert cluster.run(["a"], script="lightnings.refused") == [0], cluster.log()
+    found = [line for line in cluster.log().splitlines() if line.startswith("refused: ")]
+    assert [line.partition("run.fit")[2].lstrip(": ") for line in found] == [
+        "takes a pytorch_lightning.Trainer, not a spotrun.train.run.Run",
+        "takes a LightningModule, not a NoneType",
+        "does not support reload_dataloaders_every_n_epochs",
+        "does not support a val_check_interval that is a time",
+        "does not support StochasticWeightAveraging",
+        f"needs pytorch_lightning 99.5 or newer, not {version('pytorch-lightning')}",
+        "does not support manual optimization",
+        "leave out run.ddp, and give run.fit the module itself",
+        "does not support run.track before it (leave run.track out)",
+        "does not support a second call in a script",
+    ]
+    for script, message in (("without_a_length", "does not support an IterableDataset"),):
+        other = Cluster(tmp_path / script)
+        other.path.mkdir()
+        assert other.run(["a"], script=f"lightnings.{script}") == [1]
+        assert message in other.log()
+    elastic = Cluster(tmp_path / "elastic", elastic=True)
+    elastic.path.mkdir()
+    assert elastic.run(["a"], script="lightnings.fitted") == [1]
+    assert "give nodes one number in the job file" in elastic.log()

@@ -6,6 +6,7 @@ The set-up is here: what is checked, and what the Trainer gets from spotrun. The
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
@@ -53,11 +54,13 @@ def fit(run: Run, trainer: Any, args: tuple[Any, ...], options: dict[str, Any]) 
 
 
 def _check(run: Run, trainer: Any, module: Any) -> None:
-    if not isinstance(trainer, pl.Trainer):
+    kind: Any = pl.Trainer
+    if not isinstance(trainer, kind):
         found = type(trainer)
         raise SpotrunError(f"run.fit takes a pytorch_lightning.Trainer, not a {found.__module__}.{found.__qualname__}")
-    if tuple(map(int, re.findall(r"\d+", pl.__version__)[:2])) < _OLDEST:
-        raise SpotrunError(f"run.fit needs pytorch_lightning {_OLDEST[0]}.{_OLDEST[1]} or newer, not {pl.__version__}")
+    found_version = version("pytorch-lightning")
+    if tuple(map(int, re.findall(r"\d+", found_version)[:2])) < _OLDEST:
+        raise SpotrunError(f"run.fit needs pytorch_lightning {_OLDEST[0]}.{_OLDEST[1]} or newer, not {found_version}")
     if not isinstance(module, pl.LightningModule):
         raise SpotrunError(f"run.fit takes a LightningModule, not a {type(module).__name__}")
     again = isinstance(trainer.strategy, Workers) or run._boundary.loop.renews_samplers

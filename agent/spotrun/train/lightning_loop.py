@@ -43,15 +43,15 @@ class TrainingLoop:
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._loop, self._check_sanity = fit.run, trainer._run_sanity_check
         self._reset_fit, self._reset_epoch = fit.reset, epoch.reset
-        self._start_epoch, self._advance, self._log = epoch.on_run_start, epoch.advance, None
+        self._start_epoch, self._advance = epoch.on_run_start, epoch.advance
         fit.run, fit.reset = self, self.reset_fit
         epoch.reset, epoch.on_run_start, epoch.advance = self.reset_epoch, self.start_epoch, self.advance
         trainer._run_sanity_check = lambda: None  # it comes when the state is known
-        self._connector = trainer._logger_connector
-        self._log, self._connector.log_metrics = self._connector.log_metrics, self.log
+        connector = trainer._logger_connector
+        self._log, connector.log_metrics = connector.log_metrics, self.log
 
     def __call__(self) -> None:
-        run, trainer, rest, boundary = self._run, self._trainer, self._rest, self._run._boundary
+        run, rest, boundary = self._run, self._rest, self._run._boundary
         with boundary.exit_if_a_peer_fails:
             self._track()
             run._clock.resume()

@@ -157,9 +157,7 @@ class Means:
 
     def _names(self) -> list[str]:
         results = self._trainer.fit_loop.epoch_loop._results
-        return [
-            name for name, each in results.items() if each.is_tensor and not each.meta.sync.rank_zero_only
-        ][:ROWS]
+        return [name for name, each in results.items() if each.is_tensor and not each.meta.sync.rank_zero_only][:ROWS]
 
     def _own(self, names: list[str]) -> torch.Tensor:
         results, device = self._trainer.fit_loop.epoch_loop._results, self._trainer.strategy.root_device

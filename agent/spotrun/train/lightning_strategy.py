@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+from lightning_fabric.plugins.environments import TorchElasticEnvironment
+from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.strategies import DDPStrategy
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from spotrun.errors import SpotrunError
@@ -67,13 +67,15 @@ class Workers(DDPStrategy):
         """A worker that warms up, alone, is not the one that logs."""
         membership = self._run._membership
         alone = membership is not None and membership.context.warm_up
-        rank_zero_only.rank = self.global_rank or int(alone)
+        place: Any = rank_zero_only
+        place.rank = self.global_rank or int(alone)
 
     def setup_distributed(self) -> None:
         self.set_world_ranks()
 
     def configure_ddp(self) -> None:
-        self.model = self._run.ddp(self.lightning_module, **self._ddp_kwargs)
+        module: Any = self.lightning_module
+        self.model = self._run.ddp(module, **self._ddp_kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -82,9 +84,7 @@ class Workers(DDPStrategy):
         yield
         model.exchange(True)
 
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The gradients come before the optimizer's step, not in it: the state is whole until all workers have them."""
         plugin: Any = self.precision_plugin
         if getattr(plugin, "scaler", None) is not None:  # it does so

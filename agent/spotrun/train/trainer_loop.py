@@ -66,6 +66,7 @@ class TrainingLoop:
             options["resume_from_checkpoint"] = self.write_state()
 
         until_it_ends(self._run, enter, join)
+        assert rest.result is not None
         return rest.result
 
     def write_state(self) -> str:
