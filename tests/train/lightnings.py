@@ -41,9 +41,12 @@ class History(Logger):
 class Net(pl.LightningModule):
     """It logs, and its script sees the numbers of the samples."""
 
+    layers: Any
+    script: Fitted
+
     def __init__(self, script: Fitted) -> None:
         super().__init__()
-        self.layers: Any = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 4))
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 4))
         self.__dict__["script"] = script
 
     def loss(self, batch: Any) -> torch.Tensor:
@@ -145,11 +148,13 @@ class Noisy(Numbered):
 class Unusual(Net):
     """Most of it is frozen. It logs in many ways."""
 
+    accuracy: Any
+
     def __init__(self, script: Fitted) -> None:
         super().__init__(script)
         self.layers[0].requires_grad_(False)
         self.mean = nn.Linear(32, 4).requires_grad_(False)
-        self.accuracy: Any = torchmetrics.MeanMetric()
+        self.accuracy = torchmetrics.MeanMetric()
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
         loss = super().training_step(batch, number)
