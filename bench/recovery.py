@@ -3,6 +3,7 @@
 python -m bench.recovery [--runs 5] [--rows main sizes …] [--systems plain tuned …] [--out bench/RESULTS.md]
 python -m bench.recovery --scenarios spare --sizes 25M 100M --setups 0 30      # these rows alone
 python -m bench.recovery --rows join sizes setups notice --runs 3   # the section recovery-rows
+python -m bench.recovery --rows trainer --runs 3   # the section recovery-trainer: scripts with a Trainer
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "notice": tuple((SCENARIOS["fixed"], Workload(size)) for size in ("0.1M", "25M")),
     "setups": tuple(
         (SCENARIOS["spare"], Workload(size, setup)) for size, setup in (("0.1M", 8), ("0.1M", 30), ("100M", 30))
+    ),
+    "trainer": (
+        *((SCENARIOS["spare"], Workload(setup=setup, trainer=True)) for setup in (0, 30)),
+        (SCENARIOS["fixed"], Workload(trainer=True)),
     ),
 }
 
@@ -145,6 +150,8 @@ def takes_part(name: str, row: Row) -> bool:
     torchft as published only shows how often its scripts end.
     """
     scenario, workload = row
+    if workload.trainer and name.startswith("torchft"):
+        return False
     if name == torchft_system.STOCK.name:
         return row in ((SCENARIOS["spare"], Workload("0.1M")), (SCENARIOS["spare"], Workload("25M")))
     if scenario.fault == "join":
@@ -166,16 +173,18 @@ def write(args: argparse.Namespace, runs: list[Run]) -> None:
     texts = {}
     if main_runs:
         texts["recovery"] = render(main_runs, machine, day, args.timeout, args.stock_timeout)
-    if any(run not in main_runs for run in runs):
+    others = [run for run in runs if run not in main_runs and not run.workload.trainer]
+    if others:
         sizes = {run.workload.size for run in runs}
         reference = {size: broadcast.measure(Workload(size)) for size in SIZES if size in sizes}
         stock = (STOCK.name, torchft_system.STOCK.name)
-        plots = rate_plots.plots([run for run in runs if run.system not in stock])
+        plots = rate_plots.plots([run for run in (*main_runs, *others) if run.system not in stock])
         for name, text in plots.items():
             (args.out.parent / "plots").mkdir(exist_ok=True)
             (args.out.parent / "plots" / name).write_text(text)
-        others = [run for run in runs if run not in main_runs]
         texts["recovery-rows"] = rows.render(others, reference, machine, day, args.timeout, list(plots))
+    if trainers := [run for run in runs if run.workload.trainer]:
+        texts["recovery-trainer"] = rows.render_trainer(trainers, machine, day, args.timeout)
     for name, text in texts.items():
         write_section(args.out, name, text)
         print(f"\n{text}\nwritten to {args.out}")

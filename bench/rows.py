@@ -57,9 +57,7 @@ def render(
         "",
         *(f"* {each.name}: {each.what}" for each in (DEFAULTS, TUNED, STOCK)),
         "",
-        _row([head.replace("_", " ") for head in _HEADS]),
-        _row(["---"] * len(_HEADS)),
-        *(_row(_cells(key, table[key], runs)) for key in sorted(table, key=_place)),
+        *_table(table, runs),
         "",
         "A bare broadcast of the same state (parameters and what AdamW keeps) by gloo, from one process to another: "
         + ", ".join(f"{_name(size)}: {seconds:.2f} s" for size, seconds in reference.items())
@@ -69,6 +67,24 @@ def render(
         *(line for name in plots for line in ("", f"![steps around a fault](plots/{name})")),
     ]
     return "\n".join(lines)
+
+
+def render_trainer(runs: Sequence[Run], machine: str, day: date, timeout: float) -> str:
+    """The section on scripts with a Trainer of Hugging Face."""
+    lines = ["## Recovery of scripts with a Trainer of Hugging Face", "", f"{day.isoformat()}. {machine}.", ""]
+    lines += [
+        "The same script and model (bench/train_trainer.py). Under torchrun, the Trainer saves a checkpoint every 20 "
+        "steps, and goes on from the newest one. Under spotrun, the script calls `run.train`. Columns as above. All "
+        f"times are medians, in seconds. A hang is {timeout:g} s without a step, and is not in the medians.",
+        "",
+        *_table(summarize(runs), runs),
+    ]
+    return "\n".join(lines)
+
+
+def _table(table: Mapping[Key, tuple[Phases | None, float | None]], runs: Sequence[Run]) -> list[str]:
+    heads = [_row([head.replace("_", " ") for head in _HEADS]), _row(["---"] * len(_HEADS))]
+    return [*heads, *(_row(_cells(key, table[key], runs)) for key in sorted(table, key=_place))]
 
 
 def summarize(runs: Sequence[Run]) -> dict[Key, tuple[Phases | None, float | None]]:

@@ -154,16 +154,16 @@ def write_cluster(folder: Path, capacity: int | None = None) -> Path:
 
 
 def _write_job(folder: Path, scenario: Scenario, workload: Workload, events: Path) -> Path:
-    """A folder with the two files that the job needs, which is what reaches the nodes."""
+    """A folder with the files that the job needs, which is what reaches the nodes."""
     job, joins = folder / "job", int(scenario.fault == "join")
     job.mkdir()
-    shutil.copy(HERE / "work.py", job / "work.py")
-    shutil.copy(HERE / "train_spotrun.py", job / "train.py")
+    for name in ("work.py", "train_spotrun.py", "train_trainer.py"):
+        shutil.copy(HERE / name, job / name)
     return _write(
         job / "job.yaml",
         {
             "name": "bench",
-            "script": "train.py",
+            "script": "train_trainer.py" if workload.trainer else "train_spotrun.py",
             "nodes": {"min": scenario.min_nodes, "max": scenario.nodes + joins, "spares": scenario.spares},
             "grow_interval": "1s" if joins else "30s",
             "procs_per_node": 1,

@@ -49,10 +49,14 @@ SCENARIOS = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What the job trains. size: a name of SIZES. setup: seconds that the script's set-up takes."""
+    """What the job trains. size: a name of SIZES. setup: seconds that the script's set-up takes.
+
+    trainer: whether the script has a Trainer of Hugging Face.
+    """
 
     size: str = "1.1M"
     setup: float = 0.0
+    trainer: bool = False
 
     @property
     def parameters(self) -> int:

@@ -24,7 +24,7 @@ from bench.processes import free_port, launch, signal_tree, tail
 from bench.systems import BOOT_DELAY, NOTICE, START_TIMEOUT, BenchError, Scenario, Workload, stepping
 from bench.watch import Watch
 
-SCRIPT = Path(__file__).parent / "train_plain.py"
+HERE = Path(__file__).parent
 MAX_RESTARTS = 100  # with the default, 0, the first interruption ends the job
 VICTIM = 1
 
@@ -132,7 +132,7 @@ class Torchrun:
             f"--rdzv-conf={','.join(conf)}",
             f"--local-addr={address}",
             *settings.options,
-            str(SCRIPT),
+            str(HERE / ("train_trainer.py" if self._workload.trainer else "train_plain.py")),
             f"--checkpoints={self._folder / 'checkpoints'}",
             f"--group-timeout={settings.group_timeout}",
         ]

@@ -68,7 +68,7 @@ def baseline(scenario: Scenario, folder: Path) -> str:
     folder.mkdir(parents=True)
     launch = [sys.executable, *STANDALONE, f"--nproc-per-node={scenario.most}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*launch, str(JOB / "train.py"), *scenario.arguments(str(folder), pause=0.0)]
+    command = [*launch, str(JOB / scenario.shape.script), *scenario.arguments(str(folder), pause=0.0)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST, check=False)
     if ran.returncode:
         raise SpotrunError(f"the undisturbed run failed ({ran.returncode}): {ran.stderr[-4000:]}")

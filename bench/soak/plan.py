@@ -36,11 +36,14 @@ class Shape:
     """A kind of job.
 
     name: as the job's script knows it. accumulate: batches of a step. loaders: processes that load data, for each rank.
+    script: in the folder `job`. fixed: whether its number of nodes must not change.
     """
 
     name: str
     accumulate: int = 1
     loaders: int = 0
+    script: str = "train.py"
+    fixed: bool = False
 
 
 SHAPES = (
@@ -53,6 +56,7 @@ SHAPES = (
     Shape("gan"),
     Shape("large"),
     Shape("phases"),
+    Shape("trainer", accumulate=2, script="trainer.py", fixed=True),
 )
 
 
@@ -103,8 +107,12 @@ class Scenario:
 
     @property
     def samples(self) -> int:
-        """Samples of an epoch. Not a multiple of a step's samples, so the last step of an epoch is smaller."""
-        return STEPS * BATCH * self.shape.accumulate * self.most - 3
+        """Samples of an epoch. Not a multiple of a step's samples, so the last step of an epoch is smaller.
+
+        A Trainer would fill that step with samples that it has had.
+        """
+        whole = STEPS * BATCH * self.shape.accumulate * self.most
+        return whole if self.shape.fixed else whole - 3
 
     @property
     def size(self) -> str:
@@ -129,6 +137,7 @@ def scenario(seed: int) -> Scenario:
     shape = SHAPES[seed % len(SHAPES)]
     most = dice.randint(1, 4)
     least = most if most == 1 or dice.random() < 2 / 3 else dice.randint(1, most - 1)
+    least = most if shape.fixed else least
     times = sorted(dice.uniform(0.05, 0.85) for _ in range(dice.randint(1, 4)))
     faults = tuple(_fault(dice, at) for at in times)
     spares, gpu = dice.random() < 1 / 3, dice.random() < 1 / 4

@@ -67,7 +67,7 @@ class Site:
         job = JobSpec.model_validate(
             {
                 "name": NAME,
-                "script": "train.py",
+                "script": scenario.shape.script,
                 "args": scenario.arguments(str(self._out)),
                 "nodes": {"min": scenario.least, "max": scenario.most, "spares": scenario.spares},
                 "procs_per_node": 1,

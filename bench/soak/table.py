@@ -20,6 +20,7 @@ LEGEND = {
     "gan": "GAN: generator and discriminator, two backward passes",
     "large": "a state of 17 MB",
     "phases": "a loop over epochs, then another one with a higher learning rate",
+    "trainer": "a Trainer of Hugging Face: BatchNorm, dropout, accumulation, evaluation",
 }
 
 

@@ -18,6 +18,7 @@ from bench.rate_plots import curve
 from bench.recovery import PREFIX, clear_stale, takes_part
 from bench.report import dominant, render, summarize, write_section
 from bench.rows import render as render_rows
+from bench.rows import render_trainer
 from bench.systems import SCENARIOS, Run, Workload, stepping
 from bench.torchft_system import no_start
 from bench.watch import Watch
@@ -269,6 +270,16 @@ def test_a_notice_with_a_fixed_size_has_its_goal() -> None:
     assert f"| {goal}, without the step itself | 0.50, limit 0.70 | yes |" in text
 
 
+def test_scripts_with_a_trainer_have_a_table_of_their_own() -> None:
+    runs = [
+        Run("spotrun", "spare", sample(0.5), Workload(trainer=True), 0.05),
+        Run("plain", "spare", None, Workload(trainer=True), 0.05),
+    ]
+    text = render_trainer(runs, "a machine", date(2030, 1, 2), 60)
+    assert text.index("| plain | -") < text.index("| spotrun | ")
+    assert "**0.50** | 0.50 to 0.50 |" in text
+
+
 @pytest.mark.parametrize(
     ("system", "scenario", "workload", "measured"),
     [
@@ -280,6 +291,8 @@ def test_a_notice_with_a_fixed_size_has_its_goal() -> None:
         pytest.param("torchft-stock", "spare", Workload("25M"), True, id="torchft as published"),
         pytest.param("torchft-stock", "join", Workload("25M"), False, id="torchft as published when a node joins"),
         pytest.param("spotrun", "fixed", Workload("25M"), True, id="spotrun with a notice"),
+        pytest.param("tuned", "spare", Workload(trainer=True), True, id="torchrun with a Trainer"),
+        pytest.param("torchft", "spare", Workload(trainer=True), False, id="torchft with a Trainer"),
     ],
 )
 def test_systems_take_part_in_their_rows(system: str, scenario: str, workload: Workload, measured: bool) -> None:

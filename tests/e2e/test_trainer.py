@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,18 @@ ARGS = ("--epochs=2", "--samples=2000")  # 64 steps with two workers
 
 
 def test_a_trainer_goes_on_where_it_was(cluster: Harness, tmp_path: Path) -> None:
-    """A node goes without notice, and the model ends the same, bit for bit."""
-    job = load_job(EXAMPLE / "job.yaml")
+    """A node goes without notice. The other one keeps its process, and the model ends the same, bit for bit."""
+    code, begun = tmp_path / "code", tmp_path / "begun"
+    shutil.copytree(EXAMPLE, code, ignore=shutil.ignore_patterns("checkpoints", "model"))
+    note = f"import os\nwith open({str(begun)!r}, 'a') as begun:\n    print(os.getpid(), file=begun)\n"
+    (code / "train.py").write_text(note + (EXAMPLE / "train.py").read_text())
+    job = load_job(code / "job.yaml")
     job = job.model_copy(update={"args": ARGS, "snapshot_interval": 2, "heartbeat_timeout": SILENCE})
-    name = cluster.start(job, EXAMPLE)
+    name = cluster.start(job, code)
     cluster.until_step(4)
     cluster.fault("kill", cluster.members()[0])
     final = cluster.until_ended()
+    assert len(begun.read_text().split()) == 3, "two workers, and the one that took the place of the lost one"
     assert (final["phase"], final["restarts"], final["step"]) == ("succeeded", 0, 64)
     (interruption,) = final["interruptions"]
     assert interruption["kind"] == "kill"

@@ -21,7 +21,7 @@ from spotrun.state import points
 from spotrun.state.control import Control
 from spotrun.state.points import Block, Call, Header
 from spotrun.train import extras, metrics
-from spotrun.train.metrics import Metrics
+from spotrun.train.metrics import Clock, Metrics
 
 
 def header(generation: int = 1, base: int = 0, rank: int = 0, epoch: int = 0) -> Header:
@@ -385,3 +385,17 @@ def test_a_child_of_the_script_writes_no_number_again(tmp_path: Path) -> None:
     """It has a copy of all that waits for the disk."""
     subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], timeout=120, check=True)
     assert [call["loss"] for call in values(tmp_path)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("after", [0.0, 0.5])
+def test_time_that_is_left_out_of_a_step(tmp_path: Path, after: float) -> None:
+    """Also if the worker has waited for the others before: `after` seconds, from its first gradients on."""
+    control, clock = Control(tmp_path / "control", create=True), Clock()
+    clock.resume()
+    began = time.monotonic()
+    clock.due_at = began + 3 if after else 0.0
+    clock.leave_out(2.0)
+    clock.leave_out(-5.0 - after)  # as if this time had passed
+    clock.tick(control, 1)
+    assert control.stepping == pytest.approx(3 + after, abs=0.5)
+    assert control.alone == pytest.approx(3 if after else 3 + after, abs=0.5)

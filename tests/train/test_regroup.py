@@ -274,8 +274,9 @@ def test_what_a_tracked_object_of_the_script_keeps_is_tracked(tmp_path: Path, mo
     membership.look_at([model, Several(optimizer), Several(*schedulers)], [])
     for each in schedulers:
         each.step()
+    later = lr_scheduler.StepLR(optimizer, 5)
     assert not membership.obstacle
-    lr_scheduler.StepLR(optimizer, 5)
+    later.step()
     assert membership.obstacle == "run.track does not name the StepLR, so its state is not saved"
 
 

@@ -37,6 +37,12 @@ def test_a_restart_changes_no_bit(tmp_path: Path, undisturbed: Cluster, stop_at:
     assert all(sorted({*ids}) == list(range(SAMPLES)) for ids in undisturbed.seen().values())
 
 
+def test_the_time_in_which_a_worker_waits_for_none(undisturbed: Cluster) -> None:
+    """An evaluation is no part of it."""
+    for each in undisturbed.controls:
+        assert 0 < each.alone < each.stepping
+
+
 @pytest.mark.parametrize("stop_at", [6, -1])
 def test_training_that_has_ended_does_not_go_on(tmp_path: Path, stop_at: int) -> None:
     """Neither after a stop in its last step, nor after a failure later in the script."""

@@ -10,10 +10,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.parallel.distributed as torch_ddp
 from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 import spotrun
+from bench.soak.job import as_gpu
 from spotrun.errors import SpotrunError
 from tests.train.scripts import SAMPLES, Script
 
@@ -69,11 +72,21 @@ class Trained(Script):
         args = TrainingArguments(str(out / "trainer"), **{**given, **options})
         torch.manual_seed(5)
         self.net = Net(self)
+        print("set up by", os.getpid(), flush=True)
         callbacks = [callback or EarlyStoppingCallback(9)]
         self.trainer = kind(self.net, args, train_dataset=Samples(), eval_dataset=Samples(), callbacks=callbacks)
+        if plan.on_gpu:
+            make = self.run.ddp
+
+            def ddp(*args: Any, **options: Any) -> Any:
+                model = make(*args, **options)
+                as_gpu.hold([model], filter(None, [self.trainer.optimizer]))
+                return model
+
+            self.run.ddp = ddp  # type: ignore[method-assign]
 
     def see(self, labels: torch.Tensor, training: bool) -> None:
-        if self.run.step == self.plan.die_at and training == (self.plan.die_in != "evaluation"):
+        if self.run.step == self.plan.die_at and self.plan.die_in == ("" if training else "evaluation"):
             os.kill(os.getpid(), signal.SIGKILL)
         if training:
             self.note(ids=labels.tolist())
@@ -93,12 +106,59 @@ def trained(plan: Any, out: Path) -> None:
     script.save()
 
 
+def persistent(plan: Any, out: Path) -> None:
+    """Processes load its data, and stay from one evaluation to the next."""
+    script = Trained(plan, out, dataloader_num_workers=1, dataloader_persistent_workers=True)
+    script.run.train(script.trainer)
+    script.save()
+
+
+class Loading(Trainer):
+    """It may die while it loads the batches of a step."""
+
+    script: Trained
+
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        plan = self.script.plan
+        if self.state.global_step == plan.die_at and plan.die_in == "loading":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().get_batch_samples(*args, **options)
+
+
+def loading(plan: Any, out: Path) -> None:
+    """It may die between two steps."""
+    script = Trained(plan, out, Loading)
+    script.trainer.script = script  # type: ignore[attr-defined]
+    script.run.train(script.trainer)
+    script.save()
+
+
 def adapted(plan: Any, out: Path) -> None:
     """Most of its model is frozen, as with LoRA."""
     script = Trained(plan, out)
     script.net.layers[0].requires_grad_(False)
     script.run.train(script.trainer)
     script.save()
+
+
+def random_base(plan: Any, out: Path) -> None:
+    """As `adapted`, but each process makes other frozen parameters. It counts how often DDP sends the whole model."""
+    sync = torch_ddp._sync_module_states
+
+    def noted(*args: Any, **options: Any) -> None:
+        print("the model is sent", flush=True)
+        sync(*args, **options)
+
+    torch_ddp._sync_module_states = noted  # type: ignore[attr-defined]
+    script = Trained(plan, out)
+    base = script.net.layers[0].requires_grad_(False)
+    if plan.script == "random_base":
+        nn.init.normal_(base.weight, generator=torch.Generator().manual_seed(os.getpid()))
+    script.run.train(script.trainer)
+    script.save()
+
+
+equal_base = random_base
 
 
 def stopped(plan: Any, out: Path) -> None:
@@ -128,6 +188,45 @@ def stopping(plan: Any, out: Path) -> None:
     script.save()
 
 
+def dependent(plan: Any, out: Path) -> None:
+    """It computes its accumulation from the number of workers."""
+    script = Trained(plan, out, gradient_accumulation_steps=4 // int(os.environ["WORLD_SIZE"]))
+    script.run.train(script.trainer)
+    script.save()
+
+
+class Counting(TrainerCallback, ExportableState):
+    """Counts its calls. The Trainer saves it."""
+
+    def __init__(self, begun: int = 0, parts: int = 0) -> None:
+        self.begun, self.parts = begun, parts
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"begun": self.begun, "parts": self.parts}}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begun += 1
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.parts += 1
+
+
+def counting(plan: Any, out: Path) -> None:
+    """One of its callbacks counts what happens in steps that count."""
+    script = Trained(plan, out, callback=Counting())
+    script.run.train(script.trainer)
+    (found,) = (each for each in script.trainer.callback_handler.callbacks if isinstance(each, Counting))
+    script.save(counted=[found.begun, found.parts])
+
+
+def keeping_loaders(plan: Any, out: Path) -> None:
+    """Processes load its samples, and stay from epoch to epoch."""
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    script = Trained(plan, out, per_device_eval_batch_size=7, **options)
+    script.run.train(script.trainer)
+    script.save()
+
+
 class Precise(torch.optim.SGD):
     """Its state has more precision than the parameters."""
 
@@ -140,7 +239,10 @@ class Precise(torch.optim.SGD):
 
 
 class Unusual(Trainer):
-    """It makes an optimizer in each call, draws an order for the samples, and logs what is no number."""
+    """It makes an optimizer in each call, draws an order for the samples, and logs what is no number.
+
+    It asks for the module in its model, as label smoothing does.
+    """
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         self.optimizer = Precise(self.model.parameters(), lr=0.1)
@@ -149,9 +251,10 @@ class Unusual(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return Drawn()
 
-    def compute_loss(self, *args: Any, **options: Any) -> Any:
+    def compute_loss(self, model: Any, *args: Any, **options: Any) -> Any:
+        assert self.accelerator.unwrap_model(model) is self.model
         self.log({"tensor": torch.ones(2), "object": Samples(), "number": torch.tensor(1.5)})  # type: ignore[dict-item]
-        return super().compute_loss(*args, **options)
+        return super().compute_loss(model, *args, **options)
 
 
 class Drawn(torch.utils.data.Sampler[int]):
@@ -168,7 +271,9 @@ def unusual(plan: Any, out: Path) -> None:
     """Its Trainer is not like others, and evaluates before the first step."""
     script = Trained(plan, out, Unusual, eval_on_start=True)
     script.run.train(script.trainer)
-    entries = [each for each in script.trainer.state.log_history if "tensor" in each]
+    log = script.trainer.state.log_history
+    assert not any("eval_model_preparation_time" in each for each in log)  # as with `trainer.train`
+    entries = [each for each in log if "tensor" in each]
     script.save(logged=[[*torch.as_tensor(each["tensor"]), float(each["number"])] for each in entries])
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE, NONE, Context, Control
 from spotrun.state.points import Header, is_substitute
-from spotrun.train import collectives, distributed, failures, first_use, group_health, optimizer_state
+from spotrun.train import agreement, collectives, distributed, failures, first_use, group_health, optimizer_state
 from spotrun.train.distributed import LEAVE_WAIT, NotBegun, cpu_group, join_alone, leave_together, rank_and_world
 from spotrun.train.encoding import Encoder, refuse_sharded
 from spotrun.train.exactness import Exactness
@@ -21,7 +21,7 @@ from spotrun.train.metrics import Clock, Metrics
 from spotrun.train.noted_state import NotedState
 from spotrun.train.parallel import Parallel
 from spotrun.train.profiling import Profiling
-from spotrun.train.regroup import Loop, Membership, agree_on_gradients
+from spotrun.train.regroup import Loop, Membership
 from spotrun.train.restore import NOTHING, Found, Order, gather, restore
 from spotrun.train.rng import reseed
 from spotrun.train.sampler import ElasticSampler
@@ -294,11 +294,11 @@ class Boundary:
         if found is not None:  # newcomers have no gradients either
             for parameter in (parameter for model in self._models for parameter in model.parameters()):
                 parameter.grad = None
-        equal = found is not None and set(map(id, self._models)) <= set(map(id, state.objects.values()))
         self.snapshots.guard_copies()
+        unsaved = [] if self._membership is None else self._membership.unsaved(state.objects.values())
+        equal = agreement.agree_on_models(self._models, unsaved, self._group) and found is not None
         if not equal and self.exactness is not None:  # DDP sends all models: an abort may spoil them
             self._drop_own()
-        agree_on_gradients(self._models, self._group)
         for model in self._models:
             model.rebuild(equal)
         if found is not None:

@@ -317,6 +317,7 @@ class Clock:
     def leave_out(self, seconds: float) -> None:
         """Time in which the script did something else does not belong to the step under way."""
         self._resumed += seconds
+        self.due_at += seconds if self.due_at else 0.0
 
     def resume(self) -> None:
         """The next step begins."""

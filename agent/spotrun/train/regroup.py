@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from torch.utils.data import DistributedSampler
@@ -57,7 +56,6 @@ from spotrun.train.distributed import (
 )
 from spotrun.train.noted_state import inside
 from spotrun.train.parallel import Parallel
-from spotrun.train.restore import gather
 from spotrun.train.sections import place
 
 log = logging.getLogger(__name__)
@@ -179,6 +177,12 @@ class Membership:
             return bool(self.able()) and (self.survives or not any(map(self._cannot_be_restored, self._tensors())))
         except Exception:  # the script is changing its modules
             return False
+
+    def unsaved(self, objects: Collection[object]) -> list[torch.Tensor]:
+        """What no state has of the models that are not among these objects, such as frozen parameters."""
+        models = [model for model in self._models if all(each is not model for each in objects)]
+        tensors = (each for model in models for each in chain(model.parameters(), model.buffers()))
+        return [each for each in tensors if self._saved.get(id(each)) is not each]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         return (each for model in self._models for each in chain(model.parameters(), model.buffers()))
@@ -364,24 +368,6 @@ def _parts(item: object, depth: int) -> Iterator[object]:
     if depth and len(inner) <= WIDTH:
         for each in inner:
             yield from _parts(each, depth - 1)
-
-
-def agree_on_gradients(models: Sequence[Parallel], group: dist.ProcessGroup | None) -> None:
-    """Have all ranks exchange the gradients of the same parameters: those that any rank exchanges.
-
-    A newcomer has not run what the script has done since its set-up, such as training a layer for a while. Every rank
-    must call this. group: takes CPU tensors; None: the default group. Raises `DistError` if the ranks have different
-    parameters or shared buffers.
-    """
-    text = "\n".join(line for model in models for line in ("", *model.layout()))
-    if len({each[0] for each in gather([xxhash.xxh3_64_intdigest(text.encode()) >> 1], group)}) > 1:
-        raise dist.DistError("the workers' models have other parameters or buffers: the script must start again")
-    exchanged = torch.tensor([each for model in models for each in model.exchanged], dtype=torch.uint8, device="cpu")
-    if rank_and_world()[1] > 1 and len(exchanged):
-        dist.all_reduce(exchanged, dist.ReduceOp.MAX, group=group)
-    found = iter(exchanged.tolist())
-    for model in models:
-        model.exchanged = [bool(next(found)) for _ in model.exchanged]
 
 
 def survives_failure(device: torch.device) -> bool:

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import re
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from accelerate import DistributedDataParallelKwargs
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from spotrun.errors import SpotrunError
 from spotrun.train.changing import Changing
 from spotrun.train.frameworks import refuse_elastic
+from spotrun.train.metrics import Clock
 from spotrun.train.parallel import Parallel
 from spotrun.train.rng import reseed
 from spotrun.train.trainer_loop import TrainingLoop
@@ -44,7 +47,10 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
     model = whole if all(each.requires_grad for each in trainer.model.parameters()) else Changing(trainer.model)
     boundary = run._boundary
     boundary.loop.enters_again = True
+    joins = run._membership is not None and run._membership.context.warm_up
     run.track(model=model, optimizer=trainer.optimizer, trainer=rest)
+    if joins:
+        rest.compare()
     run._clock.resume()
     # A worker that is killed may leave the folder: here, the agent removes it with the job.
     place = Path(run._membership.context.control).parent if run._membership is not None else None
@@ -119,9 +125,16 @@ def _prepare(run: Run, trainer: Any) -> Parallel:
     trainer.create_optimizer()
     trainer.create_optimizer = lambda *_, **__: trainer.optimizer  # a subclass may make another one in each call
     prepared = accelerator.prepare_model(trainer.model, evaluation_mode=True)  # with autocast, without DDP
-    model = run.ddp(prepared, **accelerator.ddp_handler.to_kwargs())
-    accelerator.ddp_handler.register_comm_hook(model)
+    handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
+    model = run.ddp(prepared, **handler.to_kwargs())
+    handler.register_comm_hook(model)
     trainer.model_wrapped = model
+    _teach(accelerator, model, run._clock)
+    return model
+
+
+def _teach(accelerator: Any, model: Parallel, clock: Clock) -> None:
+    """Have accelerate use this model as it would use its own wrapper."""
 
     @contextmanager
     def no_sync(*_: Any, **__: Any) -> Iterator[None]:
@@ -129,5 +142,15 @@ def _prepare(run: Run, trainer: Any) -> Parallel:
         yield
         model.exchange(True)
 
-    accelerator.no_sync = no_sync
-    return model
+    backward, unwrap = accelerator.backward, accelerator.unwrap_model
+
+    def timed_backward(*args: Any, **options: Any) -> None:
+        if accelerator.sync_gradients:
+            clock.due_at = clock.due_at or time.monotonic()  # as `run.backward` does
+        backward(*args, **options)
+
+    def unwrap_model(given: Any, *args: Any, **options: Any) -> Any:
+        """Label smoothing, for example, asks for the class of the module."""
+        return unwrap(given.module if isinstance(given, Parallel) else given, *args, **options)
+
+    accelerator.no_sync, accelerator.backward, accelerator.unwrap_model = no_sync, timed_backward, unwrap_model

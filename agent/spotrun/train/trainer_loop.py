@@ -43,7 +43,14 @@ class TrainingLoop:
     def __init__(self, run: Run, trainer: Any, rest: Rest, model: Any, folder: str) -> None:
         self._run, self._trainer, self._rest, self._model, self._folder = run, trainer, rest, model, Path(folder)
         self._steps = Steps(run, trainer, rest, model)
-        trainer.add_callback(self._steps)
+        trainer.callback_handler.callbacks.insert(0, self._steps)  # what others do in a step belongs to that step
+        fetch = trainer.get_batch_samples
+
+        def get_batch_samples(*args: Any, **options: Any) -> Any:
+            self._steps.end()  # before the next step's first collective, the count of its tokens
+            return fetch(*args, **options)
+
+        trainer.get_batch_samples = get_batch_samples
         self._loop = trainer._inner_training_loop
         trainer._inner_training_loop = self
         self._settle_in()
@@ -96,6 +103,7 @@ class TrainingLoop:
         place = {"process_index": self._run.rank, "num_processes": self._run.world_size}
         for state in (self._trainer.args.distributed_state, self._trainer.accelerator.state):
             vars(state).update(place)
+        vars(self._trainer).pop("_eval_dataloaders", None)  # a loader that stays has the samples of another rank
         self._rest.workers = self._run.world_size
 
     def _agree(self, result: TrainOutput) -> TrainOutput:
@@ -138,6 +146,7 @@ class Steps(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run, self._epoch, self._done = self._run, int(state.epoch or 0) - 1, False
+        self._trainer.accelerator._models = [self._trainer.model]  # so an evaluation does not prepare it again
         if run._membership is not None:
             run._membership.see_tracked(self._trainer.lr_scheduler, self._trainer.accelerator.scaler)
         if self._rest.saved:
@@ -155,6 +164,7 @@ class Steps(TrainerCallback):
             run._control.tell_total(run.step + state.max_steps - state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.end()
         if args.dataloader_num_workers:
             self._run._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
         # The loader draws its seed, and some samplers draw an order that must be the same on all ranks.
@@ -163,7 +173,6 @@ class Steps(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run = self._run
-        self.end()
         run._state.epoch = int(state.epoch or 0)
         run._batch = Batch(1.0, True, state.global_step + 1, self._samples)
         run._inside = True
@@ -179,10 +188,6 @@ class Steps(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._done, self._timed = True, time.monotonic()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if isinstance(self._model, Changing):
-            self._model.note()
-
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """What the Trainer has done since the step's end takes time that is not a step's. So for `on_save`."""
         if self._done:
@@ -193,6 +198,8 @@ class Steps(TrainerCallback):
     on_save = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if "train_runtime" in given["logs"] and isinstance(self._model, Changing):
+            self._model.note()  # training has ended, and the best model is not loaded yet
         self._run.log(**{name: each for name, each in given["logs"].items() if isinstance(each, int | float)})
 
     def end(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from dataclasses import replace
@@ -20,6 +21,16 @@ _TIMES = ("_runtime", "_per_second", "_preparation_time")
 _PLACE = ("is_local_process_zero", "is_world_process_zero")
 
 
+_PLAN = (  # of TrainingArguments
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "learning_rate",
+    "warmup_steps",
+)
+
+
 class Rest:
     """What a Trainer has besides its model and its optimizer, as an object for `run.track`.
 
@@ -35,14 +46,13 @@ class Rest:
         self.workers = rank_and_world()[1]
         self._trainer = trainer
         self._noted: tuple[TrainerState, dict[str, Any], int, float] | None = None
+        self._values: list[tuple[Any, dict[str, Any]]] = []  # of callbacks, when that was noted
         self._history: list[Any] = []  # the Trainer's log, and as lines: each snapshot has all of it
         self._lines: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
         """The same on all ranks, as far as what the script logs is."""
-        callbacks = (*self._trainer.callback_handler.callbacks, self._trainer.control)
-        exported = [each for each in callbacks if isinstance(each, ExportableState)]
-        kept = vars(replace(self._trainer.state, log_history=[], stateful_callbacks=exported))
+        kept = vars(replace(self._trainer.state, log_history=[], stateful_callbacks=self._exported()))
         kept.update(dict.fromkeys(_PLACE, True))
         if step := kept["best_global_step"]:  # ranks without the checkpoint must save the same path
             kept["best_model_checkpoint"] = os.path.join(
@@ -51,12 +61,28 @@ class Rest:
         parts = {name: part.state_dict() for name, part in self._parts().items()}
         if self.result is not None:
             parts["result"] = self.result._asdict()
-        return {"workers": self.workers, "state": kept, "log": self._log(), **parts}
+        return {"workers": self.workers, "plan": self._plan(), "state": kept, "log": self._log(), **parts}
+
+    def _plan(self) -> dict[str, Any]:
+        """What the number of steps and the learning rate follow from."""
+        data = self._trainer.train_dataset
+        samples = len(data) if hasattr(data, "__len__") else None
+        return {**{name: getattr(self._trainer.args, name) for name in _PLAN}, "len(train_dataset)": samples}
+
+    def compare(self) -> None:
+        """Raise `SpotrunError` if the other workers, whose state this one has got, have another plan."""
+        saved, own = self.saved.get("plan", {}), self._plan()
+        for name in (each for each in saved.keys() & own.keys() if saved[each] != own[each]):
+            raise SpotrunError(
+                f"run.train: {name} is {own[name]} in this new worker, and {saved[name]} in the others. A new worker "
+                "is alone until run.train: do not compute it from the number of workers"
+            )
 
     def note(self) -> None:
-        """Note what changes in a step that may not count: the state of the Trainer, and its count of operations."""
+        """Note what changes in a step that may not count: the states of the Trainer and its callbacks, for example."""
         state = self._trainer.state
         self._noted = state, dict(vars(state)), len(state.log_history), self._trainer.current_flos
+        self._values = [(each, copy.deepcopy(each.state().get("attributes", {}))) for each in self._exported()]
 
     def put_back(self) -> None:
         """Put back what was noted."""
@@ -65,6 +91,14 @@ class Rest:
             vars(state).update(values)
             del state.log_history[logged:]
             self._trainer.state = state
+            for each, kept in self._values:
+                for name, value in kept.items():
+                    setattr(each, name, value)
+
+    def _exported(self) -> list[Any]:
+        """The callbacks that the Trainer can save."""
+        callbacks = (*self._trainer.callback_handler.callbacks, self._trainer.control)
+        return [each for each in callbacks if isinstance(each, ExportableState)]
 
     def _log(self) -> str:
         """The Trainer's log, a line for each entry. The summary is not in it: its loss is this rank's."""

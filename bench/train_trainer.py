@@ -1,0 +1,107 @@
+"""The same training with a Trainer of Hugging Face, for spotrun, and as a user writes it for torchrun.
+
+Under torchrun, the Trainer saves a checkpoint every --save-every steps into a shared folder, and goes on from the
+newest one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+if "BENCH_PID" in os.environ:  # under torchrun, as in train_plain.py
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+    if not os.path.exists(f"/proc/{os.environ['BENCH_PID']}"):
+        sys.exit("the benchmark is gone")
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import work
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+
+class Model(nn.Module):
+    """Its forward pass is what a Trainer asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = work.build_model()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+
+class Marks(TrainerCallback):
+    """Says where the Trainer is, and keeps its pace."""
+
+    def __init__(self) -> None:
+        self._pace = work.Pace()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        work.mark("restored", state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._pace.wait()
+        work.mark("step", state.global_step)
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(1)
+    work.mark("entered")
+    run = None
+    if "SPOTRUN_CONTEXT" in os.environ:
+        import train_spotrun
+
+        import spotrun
+
+        train_spotrun.mark_regroups()
+        run = spotrun.init(seed=0, backend="gloo")
+    saving: dict[str, Any] = {"save_strategy": "no"}
+    if run is None:
+        saving = {"save_strategy": "steps", "save_steps": options.save_every, "save_total_limit": 3}
+    args = TrainingArguments(
+        str(options.checkpoints),
+        max_steps=options.steps,
+        per_device_train_batch_size=work.BATCH,
+        learning_rate=1e-3,
+        ddp_find_unused_parameters=False,
+        ddp_timeout=options.group_timeout,
+        use_cpu=work.DEVICE == "cpu",
+        logging_steps=50,
+        report_to="none",
+        disable_tqdm=True,
+        **saving,
+    )
+    work.mark("grouped")
+    work.set_up()
+    data = [{"x": x, "labels": y} for x, y in work.build_data()]
+    trainer = Trainer(Model(), args, train_dataset=data, callbacks=[Marks()])
+    try:
+        if run is not None:
+            run.train(trainer)
+        else:
+            trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))  # type: ignore[no-untyped-call]
+    except BaseException:
+        work.mark("failed")
+        raise
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
+    parser.add_argument("--save-every", type=int, default=20, help="steps")
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--group-timeout", type=float, default=1800, help="seconds; torch's own default is 1800")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
