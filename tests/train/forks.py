@@ -19,6 +19,6 @@ forked.set_forkserver_preload(
         "hypothesis",
         "spotrun.train.run",
         "spotrun.train.trainer",
-        "spotrun.train.lightning",
+        "pytorch_lightning",
     ]
 )

@@ -159,8 +159,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert cluster.run(["a"], script="lightnings.refused") == [0], cluster.log()
     found = [line for line in cluster.log().splitlines() if line.startswith("refused: ")]
     assert [line.partition("run.fit")[2].lstrip(": ") for line in found] == [
-        "takes a pytorch_lightning.Trainer, not a spotrun.train.run.Run",
-        "takes a LightningModule, not a NoneType",
+        "takes a Trainer of Lightning, not a spotrun.train.run.Run",
+        "takes a LightningModule of pytorch_lightning, not a NoneType",
         "does not support reload_dataloaders_every_n_epochs",
         "does not support a val_check_interval that is a time",
         "does not support StochasticWeightAveraging",

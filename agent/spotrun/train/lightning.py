@@ -5,31 +5,25 @@ The set-up is here: what is checked, and what the Trainer gets from spotrun. The
 
 from __future__ import annotations
 
-import re
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
-
-import pytorch_lightning as pl
-from pytorch_lightning import callbacks
-from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 
 from spotrun.errors import SpotrunError
 from spotrun.train.frameworks import refuse_elastic
 from spotrun.train.lightning_loop import TrainingLoop
+from spotrun.train.lightning_package import pl
 from spotrun.train.lightning_strategy import Workers
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
 
-_OLDEST = (2, 6)  # of pytorch_lightning
 _CALLBACKS = (  # they change what a snapshot does not have, or train by themselves
-    callbacks.BatchSizeFinder,
-    callbacks.GradientAccumulationScheduler,
-    callbacks.LearningRateFinder,
-    callbacks.ModelPruning,
-    callbacks.OnExceptionCheckpoint,
-    callbacks.StochasticWeightAveraging,
-    callbacks.WeightAveraging,
+    pl.callbacks.BatchSizeFinder,
+    pl.callbacks.GradientAccumulationScheduler,
+    pl.callbacks.LearningRateFinder,
+    pl.callbacks.ModelPruning,
+    pl.callbacks.OnExceptionCheckpoint,
+    pl.callbacks.StochasticWeightAveraging,
+    pl.callbacks.WeightAveraging,
 )
 
 
@@ -54,15 +48,8 @@ def fit(run: Run, trainer: Any, args: tuple[Any, ...], options: dict[str, Any]) 
 
 
 def _check(run: Run, trainer: Any, module: Any) -> None:
-    kind: Any = pl.Trainer
-    if not isinstance(trainer, kind):
-        found = type(trainer)
-        raise SpotrunError(f"run.fit takes a pytorch_lightning.Trainer, not a {found.__module__}.{found.__qualname__}")
-    found_version = version("pytorch-lightning")
-    if tuple(map(int, re.findall(r"\d+", found_version)[:2])) < _OLDEST:
-        raise SpotrunError(f"run.fit needs pytorch_lightning {_OLDEST[0]}.{_OLDEST[1]} or newer, not {found_version}")
     if not isinstance(module, pl.LightningModule):
-        raise SpotrunError(f"run.fit takes a LightningModule, not a {type(module).__name__}")
+        raise SpotrunError(f"run.fit takes a LightningModule of {pl.__name__}, not a {type(module).__name__}")
     again = isinstance(trainer.strategy, Workers) or run._boundary.loop.renews_samplers
     if run._models and not again:
         raise SpotrunError("run.fit: leave out run.ddp, and give run.fit the module itself")
@@ -70,7 +57,10 @@ def _check(run: Run, trainer: Any, module: Any) -> None:
     for wrong, what in (
         (again, "a second call in a script"),
         (bool(run._state.objects), "run.track before it (leave run.track out)"),
-        (type(strategy) not in (DDPStrategy, SingleDeviceStrategy), type(strategy).__name__),
+        (
+            type(strategy) not in (pl.strategies.DDPStrategy, pl.strategies.SingleDeviceStrategy),
+            type(strategy).__name__,
+        ),
         (getattr(strategy, "_ddp_comm_hook", None) is not None, "a communication hook"),
         (not module.automatic_optimization, "manual optimization"),
         (trainer.reload_dataloaders_every_n_epochs > 0, "reload_dataloaders_every_n_epochs"),

@@ -18,13 +18,12 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pytorch_lightning import Callback
-from pytorch_lightning.loops.fit_loop import RestartStage
 
 from spotrun.errors import SpotrunError
 from spotrun.train.batches import Batch
 from spotrun.train.changing import Changing
 from spotrun.train.frameworks import LeaveLoop, until_it_ends
+from spotrun.train.lightning_package import pl
 from spotrun.train.lightning_state import Rest
 from spotrun.train.rng import reseed
 
@@ -68,7 +67,7 @@ class TrainingLoop:
     def reset_fit(self) -> None:
         self._reset_fit()
         if self._again:
-            self._trainer.fit_loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH
+            self._trainer.fit_loop._restart_stage = pl.loops.fit_loop.RestartStage.RESTARTED_MID_EPOCH
 
     def reset_epoch(self) -> None:
         if not self._again:
@@ -147,7 +146,7 @@ class TrainingLoop:
             loop._combined_loader = None
 
 
-class Steps(Callback):
+class Steps(pl.Callback):
     """The boundary between two steps of a Trainer."""
 
     def __init__(self, run: Run, trainer: Any, rest: Rest) -> None:

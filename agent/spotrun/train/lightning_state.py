@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
 from spotrun.errors import SpotrunError
 from spotrun.train.distributed import rank_and_world
+from spotrun.train.lightning_package import pl, results
 from spotrun.train.rng import derive
 
 # What a ModelCheckpoint has besides its state_dict. It decides by these whether it saves, for which all ranks meet.
@@ -104,8 +103,8 @@ class Rest:
         self._validated = kept["validated"]
         trainer.strategy.optimizers = trainer.strategy.optimizers  # Lightning's own have references to the state
 
-    def _checkpoints(self) -> list[ModelCheckpoint]:
-        return [each for each in self._trainer.callbacks if isinstance(each, ModelCheckpoint)]
+    def _checkpoints(self) -> list[pl.callbacks.ModelCheckpoint]:
+        return [each for each in self._trainer.callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]
 
     def give_validated(self) -> None:
         """A validation begins, and has its loaders: give it the numbers of batches that it has had from them."""
@@ -201,9 +200,9 @@ def _describe(name: str, item: Any) -> dict[str, Any]:
 
 
 def _made(described: dict[str, Any], trainer: Any) -> Any:
-    meta = _Metadata(**described["meta"])
-    meta.sync = _Sync(_should=described["sync"], fn=trainer.strategy.reduce)
-    return _ResultMetric(meta, is_tensor=True)
+    meta = results._Metadata(**described["meta"])
+    meta.sync = results._Sync(_should=described["sync"], fn=trainer.strategy.reduce)
+    return results._ResultMetric(meta, is_tensor=True)
 
 
 def _fill(item: Any, described: dict[str, Any], numbers: list[float]) -> None:

@@ -11,19 +11,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_only
-from pytorch_lightning.strategies import DDPStrategy
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from spotrun.errors import SpotrunError
 from spotrun.train.distributed import rank_and_world
+from spotrun.train.lightning_package import environments, pl
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
 
 
-class Workers(DDPStrategy):
+class Workers(pl.strategies.DDPStrategy):
     """As `DDPStrategy`, but the process group and the model wrapper are spotrun's.
 
     given: the strategy that it takes the place of.
@@ -33,7 +32,7 @@ class Workers(DDPStrategy):
         super().__init__(
             accelerator=given.accelerator,
             parallel_devices=[run.device],
-            cluster_environment=TorchElasticEnvironment(),
+            cluster_environment=environments.TorchElasticEnvironment(),
             checkpoint_io=given._checkpoint_io,
             precision_plugin=given._precision_plugin,
             **getattr(given, "_ddp_kwargs", {}),

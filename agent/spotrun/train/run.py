@@ -19,7 +19,7 @@ from torch import nn
 
 from spotrun.errors import SpotrunError
 from spotrun.state.control import NONE, Context, Control, warm_up_store
-from spotrun.train import batches, collectives, failures, frameworks
+from spotrun.train import batches, collectives, failures, frameworks, lightning_package
 from spotrun.train.boundary import Boundary
 from spotrun.train.distributed import (
     NCCL_ENVIRONMENT,
@@ -283,7 +283,7 @@ class Run:
 
     def fit(self, trainer: Any, *args: Any, **options: Any) -> None:
         """`trainer.fit(…)` for a Trainer of PyTorch Lightning, which goes on where it was (docs/training.md)."""
-        frameworks.load("lightning", "run.fit", "pytorch-lightning>=2.6").fit(self, trainer, args, options)
+        lightning_package.load(trainer).fit(self, trainer, args, options)
 
     def log(self, **values: Any) -> None:
         """Keep numbers (0-dim tensors too) in the job's metrics, and show the newest ones in its display.
