@@ -126,6 +126,15 @@ def fitted(plan: Any, out: Path) -> None:
     script.save(random=torch.rand(1))
 
 
+def with_workers(plan: Any, out: Path) -> None:
+    """Its loaders have workers, which stay from one epoch to the next in training."""
+    script = Fitted(plan, out)
+    own: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}  # as in a job, not as in tests
+    train = DataLoader(Numbered(), BATCH, shuffle=True, persistent_workers=True, **own)
+    script.run.fit(script.trainer, script.net, train, DataLoader(Numbered(), BATCH, **own))
+    script.save()
+
+
 class Data(pl.LightningDataModule):
     """Its loaders draw an order from the global generator."""
 

@@ -108,11 +108,11 @@ def test_other_trainers(tmp_path: Path, script: str, stop_at: int) -> None:
     same(cluster, undisturbed)
 
 
-@pytest.mark.parametrize("script", ["unusual", "plain"])
+@pytest.mark.parametrize("script", ["unusual", "plain", "with_workers"])
 @pytest.mark.parametrize(("die_in", "die_at"), [("validation", 2), ("", 6)])
 def test_a_peer_of_another_trainer_dies(job: Regroups, memory: Path, script: str, die_in: str, die_at: int) -> None:
     nodes = "abc"  # with three, DDP looks for unused parameters
-    plan = {"script": f"lightnings.{script}"}
+    plan = {"script": f"lightnings.{script}", "keeps_loaders": script == "with_workers"}
     (memory / "whole").mkdir()
     whole = Regroups(memory / "whole")
     whole.begin(nodes, 1, **dict.fromkeys(nodes, plan))
