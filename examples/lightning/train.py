@@ -5,6 +5,7 @@ of `trainer.fit(…)`.
 """
 
 import argparse
+from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
@@ -16,7 +17,7 @@ import spotrun
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=10)
 parser.add_argument("--samples", type=int, default=6000)
-parser.add_argument("--out", default="model.pt", help="the file for the model")
+parser.add_argument("--out", type=Path, default="model", help="the folder for the model")
 options = parser.parse_args()
 
 run = spotrun.init(seed=0)
@@ -63,4 +64,5 @@ train, test = spirals(options.samples, 1), spirals(512, 2)
 run.fit(trainer, net, DataLoader(train, batch_size=32, shuffle=True), DataLoader(test, batch_size=256))
 if run.is_main:
     print({name: round(float(each), 4) for name, each in trainer.callback_metrics.items()})
-    torch.save(net.state_dict(), options.out)
+    options.out.mkdir(exist_ok=True)
+    torch.save(net.state_dict(), options.out / "model.pt")
