@@ -201,6 +201,32 @@ def unusual(plan: Any, out: Path) -> None:
     script.save(best=[names, Path(best.best_model_path).name], tested=tested)
 
 
+class Rare(Net):
+    """It logs a metric object in the first batch of an epoch only, and so in a newcomer's first epoch not at all."""
+
+    mean: Any
+
+    def __init__(self, script: Fitted) -> None:
+        super().__init__(script)
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        loss = super().training_step(batch, number)
+        self.mean(loss.detach())
+        if number == 0:
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+
+def rare(plan: Any, out: Path) -> None:
+    """Not all ranks have its metric object at the end of an epoch, unless all drop it."""
+    script = Fitted(plan, out)
+    torch.manual_seed(5)
+    script.net = Rare(script)
+    script.fit()
+    script.save()
+
+
 def stopping(plan: Any, out: Path) -> None:
     """Its training stops early: its loss never counts as better."""
     early = EarlyStopping("val_loss", mode="max", patience=3, min_delta=100.0)

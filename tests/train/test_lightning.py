@@ -124,6 +124,17 @@ def test_a_peer_of_another_trainer_dies(job: Regroups, memory: Path, script: str
     same(job.cluster, whole.cluster)
 
 
+def test_a_metric_object_that_a_newcomer_does_not_have(job: Regroups) -> None:
+    """At the end of the epoch, no rank waits for the others to compute it."""
+    plan = {"script": "lightnings.rare"}
+    job.begin("ab", 1, a=plan, b={**plan, "die_at": 3})
+    spare = job.warm_up("c", 1, **plan)
+    job.regroup([spare, *job.survivors()])
+    assert job.end() == [0, 0], job.state_and_log()
+    assert flatten(job.cluster.final()["model"])[1::2] == flatten(job.cluster.final(1)["model"])[1::2]
+    assert "mean" in job.cluster.final()["metrics"]
+
+
 @pytest.mark.parametrize("stop_at", [7, -1])
 def test_training_that_has_ended_does_not_go_on(tmp_path: Path, stop_at: int) -> None:
     """Neither after a stop in its last step, nor after a failure later in the script."""

@@ -142,7 +142,10 @@ class Means:
         names = [each["name"] for each in saved["metrics"]]
         if own[0] != _number(names):
             own = [0.0] * len(own)
-        before = dict(results)
+        # A newcomer does not have the metric objects. Lightning's ranks meet for each entry, in order: all drop these.
+        for item in results.values():
+            if not item.is_tensor:
+                item.value.reset()
         results.clear()
         results.batch = results.batch_size = None
         for index, each in enumerate(saved["metrics"]):
@@ -150,9 +153,6 @@ class Means:
             item.to(trainer.strategy.root_device)
             _fill(item, each, own[1 + 3 * index : 4 + 3 * index])
             results[each["name"]] = item
-        for name, item in before.items():
-            if not item.is_tensor:
-                results[name] = item
 
     def _names(self) -> list[str]:
         results = self._trainer.fit_loop.epoch_loop._results
