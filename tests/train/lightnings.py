@@ -280,3 +280,10 @@ def refused(plan: Any, out: Path) -> None:
 def without_a_length(plan: Any, out: Path) -> None:
     """Its samples come from an IterableDataset."""
     Fitted(plan, out).fit(DataLoader(Buffered(), BATCH))
+
+
+def with_callbacks(plan: Any, out: Path) -> None:
+    """Its module adds a callback that trains on its own."""
+    script = Fitted(plan, out)
+    vars(script.net)["configure_callbacks"] = lambda: StochasticWeightAveraging(1e-2)
+    script.fit()

@@ -181,7 +181,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "does not support run.track before it (leave run.track out)",
         "does not support a second call in a script",
     ]
-    for script, message in (("without_a_length", "does not support an IterableDataset"),):
+    for script, message in (
+        ("without_a_length", "does not support an IterableDataset"),
+        ("with_callbacks", "does not support StochasticWeightAveraging"),
+    ):
         other = Cluster(tmp_path / script)
         other.path.mkdir()
         assert other.run(["a"], script=f"lightnings.{script}") == [1]

@@ -9,22 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from spotrun.errors import SpotrunError
 from spotrun.train.frameworks import refuse_elastic
-from spotrun.train.lightning_loop import TrainingLoop
+from spotrun.train.lightning_loop import TrainingLoop, refuse_callbacks
 from spotrun.train.lightning_package import pl
 from spotrun.train.lightning_strategy import Workers
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
-
-_CALLBACKS = (  # they change what a snapshot does not have, or train by themselves
-    pl.callbacks.BatchSizeFinder,
-    pl.callbacks.GradientAccumulationScheduler,
-    pl.callbacks.LearningRateFinder,
-    pl.callbacks.ModelPruning,
-    pl.callbacks.OnExceptionCheckpoint,
-    pl.callbacks.StochasticWeightAveraging,
-    pl.callbacks.WeightAveraging,
-)
 
 
 def fit(run: Run, trainer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -65,10 +55,10 @@ def _check(run: Run, trainer: Any, module: Any) -> None:
         (not module.automatic_optimization, "manual optimization"),
         (trainer.reload_dataloaders_every_n_epochs > 0, "reload_dataloaders_every_n_epochs"),
         (getattr(trainer, "_val_check_time_interval", None) is not None, "a val_check_interval that is a time"),
-        *((isinstance(each, _CALLBACKS), type(each).__name__) for each in trainer.callbacks),
     ):
         if wrong:
             raise SpotrunError(f"run.fit does not support {what}")
+    refuse_callbacks(trainer)
     if (trainer.strategy.root_device.type == "cpu") != (run.device.type == "cpu"):
         raise SpotrunError(
             f"run.fit: this worker has the device {run.device}, and the Trainer has {trainer.strategy.root_device}: "

@@ -30,6 +30,23 @@ from spotrun.train.rng import reseed
 if TYPE_CHECKING:
     from spotrun.train.run import Run
 
+_CALLBACKS = (  # they change what a snapshot does not have, or train by themselves
+    pl.callbacks.BatchSizeFinder,
+    pl.callbacks.GradientAccumulationScheduler,
+    pl.callbacks.LearningRateFinder,
+    pl.callbacks.ModelPruning,
+    pl.callbacks.OnExceptionCheckpoint,
+    pl.callbacks.StochasticWeightAveraging,
+    pl.callbacks.WeightAveraging,
+)
+
+
+def refuse_callbacks(trainer: Any) -> None:
+    """Raise `SpotrunError` if the Trainer has a callback that could not go on after an interruption."""
+    for each in trainer.callbacks:
+        if isinstance(each, _CALLBACKS):
+            raise SpotrunError(f"run.fit does not support {type(each).__name__}")
+
 
 class TrainingLoop:
     """Takes the place of the method `run` of a Trainer's loop over epochs, and of some others of its methods."""
@@ -153,6 +170,9 @@ class Steps(pl.Callback):
         self._run, self._trainer, self._rest = run, trainer, rest
         self._done = False  # whether a step is done that is not counted yet
         self._timed = 0.0  # when that step ended
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        refuse_callbacks(trainer)  # now it also has those of the module's `configure_callbacks`
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         run, self._done = self._run, False
