@@ -6,6 +6,7 @@ The test is head and agent: it writes stop steps, kills, and starts the next gen
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import math
 import os
@@ -105,10 +106,10 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     os.environ.update(environment)
     out = Path(plan.out)
     prepare(plan, out)
-    if plan.script and not hasattr(scripts, plan.script):  # imported here: transformers takes seconds
-        from tests.train import trainers
-
-        return getattr(trainers, plan.script)(plan, out)  # type: ignore[no-any-return]
+    module, _, name = plan.script.rpartition(".")
+    if module or (name and not hasattr(scripts, name)):  # imported here: transformers and Lightning take seconds
+        found = importlib.import_module(f"tests.train.{module or 'trainers'}")
+        return getattr(found, name)(plan, out)  # type: ignore[no-any-return]
     script = getattr(scripts, plan.script) if plan.script else usual
     script(plan, out)
 

@@ -72,10 +72,11 @@ class Loop:
     """A script's loops over `run.steps`. check: called at a loop's end. inside: whether the script is in one.
 
     enters_again: whether the script leaves its loop when the members change, and enters it again, in any epoch.
+    renews_samplers: whether it has samplers of the present members then.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
-        self.inside = self.enters_again = False
+        self.inside = self.enters_again = self.renews_samplers = False
         self._check = check
 
     def __enter__(self) -> None:
@@ -298,7 +299,8 @@ class Membership:
         make: Any = DistributedSampler.__init__
 
         def noted(sampler: DistributedSampler[Any], *args: Any, **options: Any) -> None:
-            self.restarts("the script uses torch's DistributedSampler, which keeps the number of workers")
+            if not self.loop.renews_samplers:
+                self.restarts("the script uses torch's DistributedSampler, which keeps the number of workers")
             make(sampler, *args, **options)
 
         DistributedSampler.__init__ = noted  # type: ignore[assignment,method-assign]

@@ -22,11 +22,13 @@ from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from spotrun.errors import SpotrunError
+from spotrun.train.changing import Changing
+from spotrun.train.frameworks import refuse_elastic
 from spotrun.train.metrics import Clock
 from spotrun.train.parallel import Parallel
 from spotrun.train.rng import reseed
 from spotrun.train.trainer_loop import TrainingLoop
-from spotrun.train.trainer_state import Changing, Rest
+from spotrun.train.trainer_state import Rest
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
@@ -104,11 +106,7 @@ def _check(run: Run, trainer: Any, options: dict[str, Any]) -> None:
             f"run.train: {trainer.args.output_dir} has no checkpoint. Leave out resume_from_checkpoint=True: after an "
             "interruption, run.train goes on without it"
         )
-    if run._membership is not None and run._membership.context.elastic:
-        raise SpotrunError(
-            "run.train: a Trainer counts its steps by the number of workers, so it must not change: give nodes one "
-            "number in the job file, such as nodes: 2"
-        )
+    refuse_elastic(run, "run.train", "Trainer")
 
 
 def _has_checkpoint(folder: str | None) -> bool:

@@ -25,16 +25,14 @@ from transformers.trainer_utils import TrainOutput
 
 from spotrun.errors import SpotrunError
 from spotrun.train.batches import Batch
+from spotrun.train.changing import Changing
+from spotrun.train.frameworks import LeaveLoop, until_it_ends
 from spotrun.train.parallel import share
 from spotrun.train.rng import reseed
-from spotrun.train.trainer_state import Changing, Rest
+from spotrun.train.trainer_state import Rest
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
-
-
-class LeaveLoop(BaseException):
-    """Leads out of the Trainer's loop: this worker must join another generation."""
 
 
 class TrainingLoop:
@@ -61,21 +59,22 @@ class TrainingLoop:
         if trainer.args.use_liger_kernel:  # `trainer.train` has just given the model another forward, without autocast
             trainer.model._is_accelerate_prepared = False
             trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
-        while True:
-            try:
-                if rest.result is None:
-                    rest.result = self._agree(self._loop(*args, **options))
-                    if isinstance(self._model, Changing):
-                        self._model.begin()  # the best model, loaded on some nodes, is no change of what is frozen
-                    self._steps.end()
-                return rest.result
-            except LeaveLoop:
-                pass
-            except Exception as error:
-                if not self._run._boundary.void_if_a_peer_fails.handle(error):
-                    raise
+
+        def enter() -> None:
+            if rest.result is not None:
+                return
+            rest.result = self._agree(self._loop(*args, **options))
+            if isinstance(self._model, Changing):
+                self._model.begin()  # the best model, loaded on some nodes, is no change of what is frozen
+            self._steps.end()
+
+        def join() -> None:
             self._join()
             options["resume_from_checkpoint"] = self.write_state()
+
+        until_it_ends(self._run, enter, join)
+        assert rest.result is not None
+        return rest.result
 
     def write_state(self) -> str:
         """Have the Trainer go on from the saved state. Returns the folder from which it does so."""

@@ -1,4 +1,4 @@
-"""What is kept of a `transformers.Trainer` besides its optimizer: the part of its model that changes, and the rest."""
+"""What is kept of a `transformers.Trainer` besides its model and its optimizer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
@@ -24,48 +21,6 @@ _TIMES = ("_runtime", "_per_second", "_preparation_time")
 _PLACE = ("is_local_process_zero", "is_world_process_zero")
 
 _OWN_NUMBERS = ("local_rank", "dataloader_num_workers")  # of TrainingArguments: they may differ between machines
-
-
-class Changing:
-    """What training changes in a model with frozen parameters: the other parameters, and the buffers.
-
-    The script makes the frozen ones. So a snapshot of a large model with adapters (LoRA) has the adapters only. A
-    parameter that was ever trained belongs to it, and so does a frozen one that has changed, such as an average.
-    """
-
-    changes_with_optimizer = True  # see `NotedState`
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._names = {name for name, _ in model.named_buffers()}
-        self._versions: dict[str, int] = {}  # of the parameters, when training begins
-
-    def begin(self) -> None:
-        """From now on, a change of a parameter counts."""
-        self._versions = {name: each._version for name, each in self._model.named_parameters()}
-
-    def note(self) -> None:
-        """Note which parameters have changed by now."""
-        for name, each in self._model.named_parameters():
-            if each.requires_grad or self._versions.get(name, each._version) != each._version:
-                self._names.add(name)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        self.note()
-        return {name: each for name, each in self._model.state_dict().items() if name in self._names}
-
-    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
-        own = dict((*self._model.named_parameters(), *self._model.named_buffers()))
-        mine = self.state_dict().keys()
-        if self._versions and mine - saved.keys():
-            raise dist.DistError("a layer was unfrozen after the saved state: the script must start again")
-        if lost := sorted((saved.keys() - own.keys()) | (mine - saved.keys())):
-            where = "saved state" if lost[0] in saved else "model"
-            raise SpotrunError(f"run.train: only the {where} has {lost[0]}. Submit a changed script as a new job")
-        self._names |= saved.keys()
-        with torch.no_grad():
-            for name, values in saved.items():
-                own[name].copy_(values)
 
 
 class Rest:

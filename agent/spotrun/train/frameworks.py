@@ -1,0 +1,50 @@
+"""What `run.train` and `run.fit` have in common: a framework's loop, which is left when the members change.
+
+The worker joins the next generation, and enters the loop again, in the same process. So a newcomer calls the same
+collectives as the others from there on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from spotrun.errors import SpotrunError
+
+if TYPE_CHECKING:
+    from spotrun.train.run import Run
+
+
+class LeaveLoop(BaseException):
+    """Leads out of a framework's loop: this worker must join another generation."""
+
+
+def load(module: str, call: str, requirement: str) -> Any:
+    """Import a module of `spotrun.train` that imports the framework."""
+    try:
+        return importlib.import_module(f"spotrun.train.{module}")
+    except ImportError as error:
+        raise SpotrunError(f"{call}: name {requirement} in requirements ({error})") from error
+
+
+def refuse_elastic(run: Run, call: str, what: str) -> None:
+    """Raise `SpotrunError` if the number of workers may change."""
+    if run._membership is not None and run._membership.context.elastic:
+        raise SpotrunError(
+            f"{call}: a {what} counts its steps by the number of workers, so it must not change: give nodes one "
+            "number in the job file, such as nodes: 2"
+        )
+
+
+def until_it_ends(run: Run, enter: Callable[[], None], join: Callable[[], None]) -> None:
+    """Enter the loop until it ends. join: joins the next generation."""
+    while True:
+        try:
+            return enter()
+        except LeaveLoop:
+            pass
+        except Exception as error:
+            if not run._boundary.void_if_a_peer_fails.handle(error):
+                raise
+        join()

@@ -1,0 +1,67 @@
+"""`run.fit(trainer, module)`: a Trainer of PyTorch Lightning trains, with spotrun's workers, state and step boundary.
+
+The set-up is here: what is checked, and what the Trainer gets from spotrun. The loop is in `train/lightning_loop.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from spotrun.errors import SpotrunError
+from spotrun.train.frameworks import refuse_elastic
+from spotrun.train.lightning_loop import TrainingLoop, refuse_callbacks
+from spotrun.train.lightning_package import pl
+from spotrun.train.lightning_strategy import Workers
+
+if TYPE_CHECKING:
+    from spotrun.train.run import Run
+
+
+def fit(run: Run, trainer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Have the Trainer train, from the restored state on.
+
+    Raises `SpotrunError` for a Trainer that could not go on after an interruption.
+    """
+    module = args[0] if args else options.get("model")
+    _check(run, trainer, module)
+    boundary = run._boundary
+    boundary.loop.enters_again = boundary.loop.renews_samplers = True
+    if run._membership is not None:
+        run._membership.loop = boundary.loop
+    with boundary.exit_if_a_peer_fails:
+        trainer._accelerator_connector.strategy = Workers(run, trainer.strategy)
+        # Lightning's handler, and its message in each step, would wait for workers that are gone.
+        trainer._signal_connector.register_signal_handlers = lambda: None
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        TrainingLoop(run, trainer)
+        trainer.fit(*args, **options)
+
+
+def _check(run: Run, trainer: Any, module: Any) -> None:
+    if not isinstance(module, pl.LightningModule):
+        raise SpotrunError(f"run.fit takes a LightningModule of {pl.__name__}, not a {type(module).__name__}")
+    again = isinstance(trainer.strategy, Workers) or run._boundary.loop.renews_samplers
+    if run._models and not again:
+        raise SpotrunError("run.fit: leave out run.ddp, and give run.fit the module itself")
+    strategy = trainer.strategy
+    for wrong, what in (
+        (again, "a second call in a script"),
+        (bool(run._state.objects), "run.track before it (leave run.track out)"),
+        (
+            type(strategy) not in (pl.strategies.DDPStrategy, pl.strategies.SingleDeviceStrategy),
+            type(strategy).__name__,
+        ),
+        (getattr(strategy, "_ddp_comm_hook", None) is not None, "a communication hook"),
+        (not module.automatic_optimization, "manual optimization"),
+        (trainer.reload_dataloaders_every_n_epochs > 0, "reload_dataloaders_every_n_epochs"),
+        (getattr(trainer, "_val_check_time_interval", None) is not None, "a val_check_interval that is a time"),
+    ):
+        if wrong:
+            raise SpotrunError(f"run.fit does not support {what}")
+    refuse_callbacks(trainer)
+    if (trainer.strategy.root_device.type == "cpu") != (run.device.type == "cpu"):
+        raise SpotrunError(
+            f"run.fit: this worker has the device {run.device}, and the Trainer has {trainer.strategy.root_device}: "
+            'leave accelerator="auto"'
+        )
+    refuse_elastic(run, "run.fit", "Trainer")

@@ -1,0 +1,41 @@
+"""Lightning: the package that the script's Trainer comes from, `lightning` or `pytorch_lightning`.
+
+Both have the same modules. `load` notes one as `pl`, and then imports the modules of spotrun that use it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import TYPE_CHECKING, Any
+
+from spotrun.errors import SpotrunError
+from spotrun.train import frameworks
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+__all__ = ["environments", "load", "pl", "results"]
+
+environments: Any  # modules of it
+results: Any
+_OLDEST = (2, 6)
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def load(trainer: object) -> Any:
+    """The module that trains this Trainer. Raises `SpotrunError` if it is not one of Lightning."""
+    modules = [each.__module__ for each in type(trainer).__mro__]
+    name = next((each for each in _PACKAGES if f"{each}.trainer.trainer" in modules), None)
+    if name is None:
+        found = type(trainer)
+        raise SpotrunError(f"run.fit takes a Trainer of Lightning, not a {found.__module__}.{found.__qualname__}")
+    package: Any = importlib.import_module(name)
+    if tuple(map(int, re.findall(r"\d+", package.__version__)[:2])) < _OLDEST:
+        raise SpotrunError(f"run.fit needs {name} {_OLDEST[0]}.{_OLDEST[1]} or newer, not {package.__version__}")
+    globals().update(
+        pl=package,
+        environments=importlib.import_module(f"{name}.plugins.environments"),
+        results=importlib.import_module(f"{name}.trainer.connectors.logger_connector.result"),
+    )
+    return frameworks.load("lightning", "run.fit", "lightning>=2.6")

@@ -1,0 +1,215 @@
+"""What is kept of a Lightning Trainer besides its model and its optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spotrun.errors import SpotrunError
+from spotrun.train.distributed import rank_and_world
+from spotrun.train.lightning_package import pl, results
+from spotrun.train.rng import derive
+
+# What a ModelCheckpoint has besides its state_dict. It decides by these whether it saves, for which all ranks meet.
+_SAVED = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+ROWS = 32  # metrics of a training step whose means over the epoch are kept
+
+
+class Rest:
+    """What a Lightning Trainer has besides its model and its optimizer, as an object for `run.track`.
+
+    kept: its state after the newest step that counts, or the state that was loaded. It has no loops if training has
+    not begun. ended: whether training has ended.
+    """
+
+    changes_with_optimizer = True  # and what changes before, `give` puts back
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._means = Means(trainer)
+        self._validated: dict[int, int] = {}
+        self.kept: dict[str, Any] = {"workers": rank_and_world()[1], "ended": False}
+
+    @property
+    def begun(self) -> bool:
+        return "loops" in self.kept
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.kept["ended"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kept
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Keep it for `give`. Raises `SpotrunError` if it is of another number of workers."""
+        workers = rank_and_world()[1]
+        if saved["workers"] != workers:
+            raise SpotrunError(
+                f"run.fit: the saved state is of {saved['workers']} workers, and there are {workers} now. A Trainer "
+                "counts its steps by them: go on with as many, or submit a new job"
+            )
+        self.kept = saved
+
+    def note(self, ended: bool) -> None:
+        """Note the state of now. Every rank must call this."""
+        trainer = self._trainer
+        connector, loops = trainer._logger_connector, trainer.fit_loop
+        states = {each.state_key: each.state_dict() for each in trainer.callbacks}
+        self.kept = {
+            "workers": rank_and_world()[1],
+            "ended": ended,
+            "loops": loops.state_dict(),
+            "stops": trainer.should_stop,
+            "callbacks": {key: state for key, state in states.items() if state},
+            "checkpoints": [{name: getattr(each, name) for name in _SAVED} for each in self._checkpoints()],
+            "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
+            "precision": trainer.precision_plugin.state_dict(),
+            "metrics": [dict(each) for each in _metrics(connector)],
+            "place": [connector._first_loop_iter, connector._current_fx],
+            "validated": {**self._validated, **loops.epoch_loop.val_loop._seen_batches_per_dataloader},
+            "means": self._means.state_dict(),
+        }
+
+    def give(self) -> None:
+        """Give the Trainer what is kept."""
+        kept, trainer = self.kept, self._trainer
+        connector, loops = trainer._logger_connector, trainer.fit_loop
+        loops.load_state_dict(kept["loops"])
+        for each in (loops, loops.epoch_loop, loops.epoch_loop.val_loop, loops.epoch_loop.automatic_optimization):
+            each.on_iteration_done()  # otherwise it would look for its place itself
+        trainer.should_stop = kept["stops"]
+        for callback, state in zip(self._checkpoints(), kept["checkpoints"], strict=True):
+            vars(callback).update(state)  # before `load_state_dict`, which compares the folders
+        for callback in trainer.callbacks:
+            if (state := kept["callbacks"].get(callback.state_key)) is not None:
+                callback.load_state_dict(copy.deepcopy(state))
+        for config, state in zip(trainer.lr_scheduler_configs, kept["schedulers"], strict=True):
+            config.scheduler.load_state_dict(copy.deepcopy(state))
+        if kept["precision"]:
+            trainer.precision_plugin.load_state_dict(kept["precision"])
+        if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
+            scaler._per_optimizer_states.clear()  # of a step that does not count
+        for each, values in zip(_metrics(connector), kept["metrics"], strict=True):
+            each.clear()
+            each.update(values)
+        connector._first_loop_iter, connector._current_fx = kept["place"]
+        self._means.load_state_dict(kept["means"])
+        self._validated = kept["validated"]
+        trainer.strategy.optimizers = trainer.strategy.optimizers  # Lightning's own have references to the state
+
+    def _checkpoints(self) -> list[pl.callbacks.ModelCheckpoint]:
+        return [each for each in self._trainer.callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]
+
+    def give_validated(self) -> None:
+        """A validation begins, and has its loaders: give it the numbers of batches that it has had from them."""
+        self._trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(self._validated)
+        self._validated = {}
+
+
+def _metrics(connector: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    return connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics
+
+
+class Means:
+    """What the training steps of an epoch have logged so far.
+
+    Each rank has sums of its own, and no other one could tell them later. So all ranks exchange them in each step. The
+    message always has the same size, because a rank may log what others do not.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._sums: torch.Tensor | None = None  # of each rank: a number for the names, then three numbers for each
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every rank must call this."""
+        names = self._names()
+        results = self._trainer.fit_loop.epoch_loop._results
+        return {
+            "metrics": [_describe(name, results[name]) for name in names],
+            "sums": self._gather(names) if self._trainer.world_size > 1 else self._own(names)[None],
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        trainer, results = self._trainer, self._trainer.fit_loop.epoch_loop._results
+        own = saved["sums"][rank_and_world()[0]].tolist()
+        names = [each["name"] for each in saved["metrics"]]
+        if own[0] != _number(names):
+            own = [0.0] * len(own)
+        # A newcomer does not have the metric objects. Lightning's ranks meet for each entry, in order: all drop these.
+        for item in results.values():
+            if not item.is_tensor:
+                item.value.reset()
+        results.clear()
+        results.batch = results.batch_size = None
+        for index, each in enumerate(saved["metrics"]):
+            item = _made(each, trainer)
+            item.to(trainer.strategy.root_device)
+            _fill(item, each, own[1 + 3 * index : 4 + 3 * index])
+            results[each["name"]] = item
+
+    def _names(self) -> list[str]:
+        results = self._trainer.fit_loop.epoch_loop._results
+        return [name for name, each in results.items() if each.is_tensor and not each.meta.sync.rank_zero_only][:ROWS]
+
+    def _own(self, names: list[str]) -> torch.Tensor:
+        results, device = self._trainer.fit_loop.epoch_loop._results, self._trainer.strategy.root_device
+        found = torch.zeros(1 + 3 * ROWS, dtype=torch.float64, device=device)
+        if names:
+            values = [each for name in names for each in _values(results[name], device)]
+            found[1 : 1 + len(values)] = torch.stack(values)
+        found[0] = _number(names)
+        return found
+
+    def _gather(self, names: list[str]) -> torch.Tensor:
+        own = self._own(names)
+        found = own.new_empty(self._trainer.world_size, len(own))
+        dist.all_gather(list(found.unbind()), own)
+        return found
+
+
+def _number(names: list[str]) -> float:
+    """A number for these names, which a float64 holds exactly."""
+    return float(derive(*names) >> 11)
+
+
+def _values(item: Any, device: torch.device) -> Iterator[torch.Tensor]:
+    for each in (item.value, getattr(item, "cumulated_batch_size", None), item._forward_cache):
+        value = torch.tensor(0.0) if each is None else each.detach().reshape(())
+        yield value.to(device, torch.float64)
+
+
+def _describe(name: str, item: Any) -> dict[str, Any]:
+    meta = item.meta
+    plain = {each.name: getattr(meta, each.name) for each in fields(meta) if each.name not in ("reduce_fx", "_sync")}
+    return {
+        "name": name,
+        "meta": {**plain, "reduce_fx": meta.reduce_fx.__name__},
+        "sync": meta.sync.should,
+        "reset": item.has_reset,
+        "updates": item._update_count,
+        "cached": item._forward_cache is not None,
+        "double": item.value.dtype == torch.float64,
+    }
+
+
+def _made(described: dict[str, Any], trainer: Any) -> Any:
+    meta = results._Metadata(**described["meta"])
+    meta.sync = results._Sync(_should=described["sync"], fn=trainer.strategy.reduce)
+    return results._ResultMetric(meta, is_tensor=True)
+
+
+def _fill(item: Any, described: dict[str, Any], numbers: list[float]) -> None:
+    value, count, cache = numbers
+    kind = {"dtype": torch.float64 if described["double"] else torch.float32, "device": item.value.device}
+    item.value = torch.tensor(value, **kind)
+    if item.meta.is_mean_reduction:
+        item.cumulated_batch_size = torch.tensor(int(count), device=item.value.device)
+    item._forward_cache = torch.tensor(cache, **kind) if described["cached"] else None
+    item.has_reset, item._update_count = described["reset"], described["updates"]

@@ -1,0 +1,135 @@
+"""The strategy of a Lightning Trainer in `run.fit`: the workers of spotrun, with its model wrapper.
+
+Read in pytorch_lightning 2.6: `DDPStrategy`, `Strategy.optimizer_step`, `_process_dataloader`, `_DataFetcher`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from spotrun.errors import SpotrunError
+from spotrun.train.distributed import rank_and_world
+from spotrun.train.lightning_package import environments, pl
+
+if TYPE_CHECKING:
+    from spotrun.train.run import Run
+
+
+class Workers(pl.strategies.DDPStrategy):
+    """As `DDPStrategy`, but the process group and the model wrapper are spotrun's.
+
+    given: the strategy that it takes the place of.
+    """
+
+    def __init__(self, run: Run, given: Any) -> None:
+        super().__init__(
+            accelerator=given.accelerator,
+            parallel_devices=[run.device],
+            cluster_environment=environments.TorchElasticEnvironment(),
+            checkpoint_io=given._checkpoint_io,
+            precision_plugin=given._precision_plugin,
+            **getattr(given, "_ddp_kwargs", {}),
+        )
+        self._run = run
+        self._layer_sync = getattr(given, "_layer_sync", None)
+        self.set_world_ranks()
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._run.device
+
+    @property
+    def global_rank(self) -> int:
+        return rank_and_world()[0]
+
+    @property
+    def world_size(self) -> int:
+        return rank_and_world()[1]
+
+    @property
+    def local_rank(self) -> int:
+        return self._run.local_rank
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        rank, world = rank_and_world()
+        return {"num_replicas": world, "rank": rank}
+
+    def set_world_ranks(self) -> None:
+        """A worker that warms up, alone, is not the one that logs."""
+        membership = self._run._membership
+        alone = membership is not None and membership.context.warm_up
+        place: Any = rank_zero_only
+        place.rank = self.global_rank or int(alone)
+
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+
+    def configure_ddp(self) -> None:
+        module: Any = self.lightning_module
+        self.model = self._run.ddp(module, **self._ddp_kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        model: Any = self.model
+        model.exchange(False)
+        yield
+        model.exchange(True)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """The gradients come before the optimizer's step, not in it: the state is whole until all workers have them."""
+        plugin: Any = self.precision_plugin
+        if getattr(plugin, "scaler", None) is not None:  # it does so
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        self._run._size_is_read("the number of batches")
+        trainer: Any = self.lightning_module.trainer if self.lightning_module is not None else None
+        sampler = getattr(dataloader, "sampler", None)
+        if isinstance(sampler, DistributedSampler):
+            sampler.rank = self.global_rank
+        if trainer.training:
+            return begins_at(dataloader, lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        return dataloader
+
+
+def begins_at(loader: Any, position: Callable[[], int]) -> Any:
+    """Have the loader begin with the batch of this number in each epoch. It does not load the ones before."""
+    if not isinstance(loader, DataLoader):
+        raise SpotrunError(f"run.fit needs a torch.utils.data.DataLoader for training, not a {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise SpotrunError("run.fit does not support an IterableDataset for training")
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    whole = getattr(loader, name)
+    if not isinstance(whole, Remaining):
+        vars(loader)[name] = Remaining(whole, position)  # a DataLoader forbids the plain assignment
+    return loader
+
+
+class Remaining:
+    """What is left of a sampler's epoch. The sampler draws its order when the epoch begins."""
+
+    def __init__(self, whole: Any, position: Callable[[], int]) -> None:
+        self._whole, self._position = whole, position
+
+    def __iter__(self) -> Iterator[Any]:
+        left = iter(self._whole)
+        done = self._position()
+        first = list(itertools.islice(left, done + 1))[done:]
+        return itertools.chain(first, left)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_whole"], name)
