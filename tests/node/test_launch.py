@@ -234,6 +234,22 @@ async def test_imports_that_read_a_workers_place_are_not_made_ahead(tmp_path: Pa
         assert (b.log(1), b.log(1, 1)) == ("0 2\nahead\n", "1 2\nahead\n")
 
 
+async def test_lightning_is_imported_ahead_and_knows_a_workers_rank(tmp_path: Path) -> None:
+    """It reads RANK when it is imported, and torchmetrics LOCAL_RANK: only rank 0 logs and saves."""
+    script = """
+import sys
+print("torchmetrics" in sys.modules, "pytorch_lightning" in sys.modules)
+from pytorch_lightning.utilities import rank_zero_only
+from torchmetrics.utilities import prints
+print(rank_zero_only.rank, prints.rank_zero_only.rank, rank_zero_only(lambda: "logs")())
+"""
+    async with bench(tmp_path) as b:
+        await b.begin("torchmetrics", "pytorch_lightning", procs=2)
+        b.start(1, script, procs=2)
+        assert [await b.code(1, index) for index in (0, 1)] == [0, 0]
+        assert (b.log(1), b.log(1, 1)) == ("True True\n0 0 logs\n", "True True\n1 1 None\n")
+
+
 async def test_a_thread_of_an_import_does_not_keep_the_launcher_from_getting_ready(tmp_path: Path) -> None:
     """Two libraries read RANK, and one imports the other: so two fork servers are ended while the thread runs."""
     async with bench(tmp_path) as b:

@@ -62,7 +62,7 @@ class Net(pl.LightningModule):
             self.log("most", loss.detach(), reduce_fx="max", on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
-    def validation_step(self, batch: Any, number: int) -> None:
+    def validation_step(self, batch: Any, number: int) -> Any:
         self.script.see(batch[1], "validation")
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
@@ -154,16 +154,34 @@ class Noisy(Numbered):
         return x + 0.1 * torch.randn(16), index
 
 
+class Largest(pl.Callback):
+    """Keeps the largest loss of each validation."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, loss: Any, *_: Any) -> None:
+        self.found.append(float(loss))
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("largest", max(self.found) + len(self.found), sync_dist=True)
+        self.found = []
+
+
 class Unusual(Net):
-    """Most of it is frozen. It logs in many ways."""
+    """Most of it is frozen. It logs in many ways, and keeps results of a validation until its end."""
 
     accuracy: Any
+    sum: Any
 
     def __init__(self, script: Fitted) -> None:
         super().__init__(script)
         self.layers[0].requires_grad_(False)
         self.mean = nn.Linear(32, 4).requires_grad_(False)
         self.accuracy = torchmetrics.MeanMetric()
+        self.sum = torchmetrics.SumMetric()
+        self.results: list[list[torch.Tensor]] = [[], []]
+        self.counts: dict[str, Any] = {"batches": torch.zeros(()), "all": 0}
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
         loss = super().training_step(batch, number)
@@ -172,12 +190,26 @@ class Unusual(Net):
         self.log_dict({"a": loss * 2, "b": 3.0}, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
         return loss
 
-    def validation_step(self, batch: Any, number: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Any, number: int, dataloader_idx: int = 0) -> torch.Tensor:
         self.script.see(batch[1], "validation")
         loss = self.loss(batch)
+        self.results[dataloader_idx].append(loss)
+        self.sum(loss)
+        self.counts["batches"] += 1
+        self.counts["all"] += 1
         self.log("val_loss", loss, sync_dist=True, add_dataloader_idx=False) if not dataloader_idx else None
         self.accuracy(loss)
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        for name, each in zip("xy", self.results, strict=True):
+            self.log(f"mean_{name}", torch.stack(each).mean(), sync_dist=True)
+            each.clear()
+        self.log_dict({name: float(each) for name, each in self.counts.items()}, sync_dist=True)
+        self.log("sum", self.sum.compute())
+        self.sum.reset()
+        self.counts.update(batches=torch.zeros(()), all=0)
 
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
@@ -191,8 +223,8 @@ def unusual(plan: Any, out: Path) -> None:
     """It validates within epochs, and its training ends within one."""
     best = ModelCheckpoint(out / "best", monitor="val_loss", save_top_k=2, save_last=True)
     options = {"val_check_interval": 3, "max_steps": 8, "max_epochs": -1, "precision": "bf16-mixed"}
-    more = {"accumulate_grad_batches": 1, "limit_val_batches": 2, "enable_checkpointing": True, "callbacks": [best]}
-    script = Fitted(plan, out, **options, **more)
+    more = {"accumulate_grad_batches": 1, "limit_val_batches": 2, "enable_checkpointing": True}
+    script = Fitted(plan, out, callbacks=[best, Largest()], **options, **more)
     torch.manual_seed(5)
     script.net = Unusual(script)
     script.run.fit(script.trainer, script.net, datamodule=Data())
@@ -260,6 +292,7 @@ def refused(plan: Any, out: Path) -> None:
 
     attempt(run)
     attempt(trainer)
+    attempt(pl.Trainer(devices=2, **given), net)
     attempt(pl.Trainer(reload_dataloaders_every_n_epochs=1, **given), net)
     attempt(pl.Trainer(val_check_interval="00:00:10:00", **given), net)
     attempt(pl.Trainer(callbacks=[StochasticWeightAveraging(1e-2)], **given), net)
@@ -275,6 +308,31 @@ def refused(plan: Any, out: Path) -> None:
         attempt(trainer, net)
     script.fit()
     attempt(trainer, net)
+
+
+def sized(plan: Any, out: Path) -> None:
+    """Its learning rate follows from the number of workers, which a newcomer does not know yet."""
+    script = Fitted(plan, out)
+
+    def configure_optimizers() -> Any:
+        return torch.optim.SGD(script.net.parameters(), lr=0.1 * script.trainer.world_size)
+
+    vars(script.net)["configure_optimizers"] = configure_optimizers
+    script.fit()
+
+
+class Many(Net):
+    """It logs more metrics than can be kept."""
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        self.log_dict({f"own {each}": each / 7 for each in range(256)}, on_epoch=True, on_step=False)
+        return super().training_step(batch, number)
+
+
+def many(plan: Any, out: Path) -> None:
+    script = Fitted(plan, out)
+    script.net = Many(script)
+    script.fit()
 
 
 def without_a_length(plan: Any, out: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spotrun.state.control import ABLE, EXIT_DRAINED
+from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER
 from tests.train.generations import Cluster, flatten
 from tests.train.lightnings import EPOCHS
 from tests.train.regroups import Regroups
@@ -150,6 +150,14 @@ def test_training_that_has_ended_does_not_go_on(tmp_path: Path, stop_at: int) ->
     same(cluster, undisturbed)
 
 
+def test_a_set_up_that_depends_on_the_number_of_workers(job: Regroups) -> None:
+    """A new worker would have another learning rate, so all restart."""
+    newcomer = job.warm_up("c", 1, end=EXIT_PEER, script="lightnings.sized")
+    newcomer.process.join(60)
+    assert newcomer.process.exitcode == EXIT_PEER
+    assert "the script reads trainer.world_size before run.track" in job.cluster.log()
+
+
 def test_frozen_parameters_are_in_no_snapshot(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     assert cluster.run(["a"], script="lightnings.unusual") == [0], cluster.log()
@@ -172,6 +180,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert [line.partition("run.fit")[2].lstrip(": ") for line in found] == [
         "takes a Trainer of Lightning, not a spotrun.train.run.Run",
         "takes a LightningModule of pytorch_lightning, not a NoneType",
+        "the Trainer has devices=2, and each node has 1 workers: leave out devices and num_nodes; the job file decides",
         "does not support reload_dataloaders_every_n_epochs",
         "does not support a val_check_interval that is a time",
         "does not support StochasticWeightAveraging",
@@ -184,6 +193,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for script, message in (
         ("without_a_length", "does not support an IterableDataset"),
         ("with_callbacks", "does not support StochasticWeightAveraging"),
+        ("many", "training_step logs 259 metrics with on_epoch or sync_dist; at most 256 can be kept"),
     ):
         other = Cluster(tmp_path / script)
         other.path.mkdir()

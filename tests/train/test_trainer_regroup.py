@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE
-from spotrun.train.trainer_state import Changing
+from spotrun.train.changing import Changing
 from tests.helpers import wait_for
 from tests.train.generations import Cluster, flatten
 from tests.train.regroups import Regroups, release, undisturbed_final

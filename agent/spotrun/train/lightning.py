@@ -11,7 +11,7 @@ from spotrun.errors import SpotrunError
 from spotrun.train.frameworks import refuse_elastic
 from spotrun.train.lightning_loop import TrainingLoop, refuse_callbacks
 from spotrun.train.lightning_package import pl
-from spotrun.train.lightning_strategy import Workers
+from spotrun.train.lightning_strategy import Workers, workers_per_node
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
@@ -59,6 +59,11 @@ def _check(run: Run, trainer: Any, module: Any) -> None:
         if wrong:
             raise SpotrunError(f"run.fit does not support {what}")
     refuse_callbacks(trainer)
+    if (devices := len(getattr(strategy, "parallel_devices", None) or [0])) not in (1, workers_per_node()):
+        raise SpotrunError(
+            f"run.fit: the Trainer has devices={devices}, and each node has {workers_per_node()} workers: leave out "
+            "devices and num_nodes; the job file decides"
+        )
     if (trainer.strategy.root_device.type == "cpu") != (run.device.type == "cpu"):
         raise SpotrunError(
             f"run.fit: this worker has the device {run.device}, and the Trainer has {trainer.strategy.root_device}: "

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spotrun.errors import SpotrunError
+from spotrun.train.attributes import Attributes
 from spotrun.train.batches import Batch
 from spotrun.train.changing import Changing
 from spotrun.train.frameworks import LeaveLoop, until_it_ends
@@ -150,6 +151,7 @@ class TrainingLoop:
     def _leave(self) -> None:
         """Bring the Trainer back to where its loops begin. It asks for its loaders again then."""
         trainer, module = self._trainer, self._trainer.lightning_module
+        self._steps.leave()
         module.forward = self._forward  # in the call that failed, it was another one
         val = trainer.fit_loop.epoch_loop.val_loop
         if trainer.validating:
@@ -170,6 +172,7 @@ class Steps(pl.Callback):
         self._run, self._trainer, self._rest = run, trainer, rest
         self._done = False  # whether a step is done that is not counted yet
         self._timed = 0.0  # when that step ended
+        self._validating: Attributes | None = None  # those from before the first validation after that step
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         refuse_callbacks(trainer)  # now it also has those of the module's `configure_callbacks`
@@ -200,7 +203,7 @@ class Steps(pl.Callback):
         ended: whether training has ended.
         """
         run, rest, step, before = self._run, self._rest, self._run.step, self._rest.kept
-        run._inside = False
+        run._inside, self._validating = False, None
         if self._done or ended or not rest.begun:
             rest.note(ended)
         if self._done:
@@ -215,6 +218,15 @@ class Steps(pl.Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._rest.give_validated()
+        own = [each for each in trainer.callbacks if not type(each).__module__.startswith((pl.__name__, __name__))]
+        if self._validating is None and not trainer.sanity_checking:
+            self._validating = Attributes((pl_module, *own))
+
+    def leave(self) -> None:
+        """The step does not count: its validation is made again."""
+        if self._validating is not None:
+            self._validating.put_back()
+            self._validating = None
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """As at the end of `run.backward`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -17,7 +16,7 @@ from spotrun.train.rng import derive
 
 # What a ModelCheckpoint has besides its state_dict. It decides by these whether it saves, for which all ranks meet.
 _SAVED = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-ROWS = 32  # metrics of a training step whose means over the epoch are kept
+ROWS = 256  # metrics of a training step that are kept
 
 
 class Rest:
@@ -125,7 +124,6 @@ class Means:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._sums: torch.Tensor | None = None  # of each rank: a number for the names, then three numbers for each
 
     def state_dict(self) -> dict[str, Any]:
         """Every rank must call this."""
@@ -151,20 +149,30 @@ class Means:
         for index, each in enumerate(saved["metrics"]):
             item = _made(each, trainer)
             item.to(trainer.strategy.root_device)
-            _fill(item, each, own[1 + 3 * index : 4 + 3 * index])
+            _fill(item, each, own[1 + index :: ROWS])
             results[each["name"]] = item
 
     def _names(self) -> list[str]:
+        """Those that matter for an epoch's means, or for which all ranks meet, come first."""
         results = self._trainer.fit_loop.epoch_loop._results
-        return [name for name, each in results.items() if each.is_tensor and not each.meta.sync.rank_zero_only][:ROWS]
+        found = {name: each.meta for name, each in results.items() if each.is_tensor}
+        plain = {name: meta for name, meta in found.items() if not meta.sync.rank_zero_only}
+        needed = {name: meta for name, meta in plain.items() if meta.on_epoch or meta.sync.should}
+        if len(needed) > ROWS:
+            raise SpotrunError(
+                f"run.fit: training_step logs {len(needed)} metrics with on_epoch or sync_dist; at most {ROWS} can be "
+                "kept: log the others with self.log(…, on_epoch=False)"
+            )
+        return list({**needed, **plain})[:ROWS]
 
     def _own(self, names: list[str]) -> torch.Tensor:
         results, device = self._trainer.fit_loop.epoch_loop._results, self._trainer.strategy.root_device
         found = torch.zeros(1 + 3 * ROWS, dtype=torch.float64, device=device)
-        if names:
-            values = [each for name in names for each in _values(results[name], device)]
-            found[1 : 1 + len(values)] = torch.stack(values)
         found[0] = _number(names)
+        items = [results[name] for name in names]
+        for place, kind in enumerate(("value", "cumulated_batch_size", "_forward_cache") if names else ()):
+            values = [getattr(each, kind, None) for each in items]
+            found[1 + place * ROWS :][: len(names)] = _joined(values, device)
         return found
 
     def _gather(self, names: list[str]) -> torch.Tensor:
@@ -179,10 +187,12 @@ def _number(names: list[str]) -> float:
     return float(derive(*names) >> 11)
 
 
-def _values(item: Any, device: torch.device) -> Iterator[torch.Tensor]:
-    for each in (item.value, getattr(item, "cumulated_batch_size", None), item._forward_cache):
-        value = torch.tensor(0.0) if each is None else each.detach().reshape(())
-        yield value.to(device, torch.float64)
+def _joined(values: list[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """One tensor of these numbers, with 0 for None. On a GPU, they usually take one operation together."""
+    kinds = {each.dtype for each in values if each is not None}
+    kind = kinds.pop() if len(kinds) == 1 else torch.float64
+    zero = torch.zeros((), dtype=kind, device=device)
+    return torch.stack([zero if each is None else each.detach().reshape(()).to(device, kind) for each in values])
 
 
 def _describe(name: str, item: Any) -> dict[str, Any]:

@@ -6,8 +6,11 @@ Read in pytorch_lightning 2.6: `DDPStrategy`, `Strategy.optimizer_step`, `_proce
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +34,7 @@ class Workers(pl.strategies.DDPStrategy):
     def __init__(self, run: Run, given: Any) -> None:
         super().__init__(
             accelerator=given.accelerator,
-            parallel_devices=[run.device],
+            parallel_devices=[run.device] * workers_per_node(),
             cluster_environment=environments.TorchElasticEnvironment(),
             checkpoint_io=given._checkpoint_io,
             precision_plugin=given._precision_plugin,
@@ -51,7 +54,19 @@ class Workers(pl.strategies.DDPStrategy):
 
     @property
     def world_size(self) -> int:
+        if not _is_of_lightning(sys._getframe(2)):  # (1) is Lightning's property `Trainer.world_size`
+            self._run._size_is_read("trainer.world_size")
         return rank_and_world()[1]
+
+    @property
+    def num_nodes(self) -> int:
+        if not _is_of_lightning(sys._getframe(2)):
+            self._run._size_is_read("trainer.num_nodes")
+        return rank_and_world()[1] // workers_per_node()
+
+    @num_nodes.setter
+    def num_nodes(self, nodes: int) -> None:
+        """The job file decides."""
 
     @property
     def local_rank(self) -> int:
@@ -101,6 +116,17 @@ class Workers(pl.strategies.DDPStrategy):
         if trainer.training:
             return begins_at(dataloader, lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         return dataloader
+
+
+def workers_per_node() -> int:
+    """How many workers each node has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _is_of_lightning(frame: FrameType) -> bool:
+    """Whether this is Lightning's own code, or spotrun's."""
+    own = ("lightning", "lightning_fabric", "pytorch_lightning", "spotrun")
+    return frame.f_globals["__name__"].split(".")[0] in own
 
 
 def begins_at(loader: Any, position: Callable[[], int]) -> Any:

@@ -38,6 +38,12 @@ PLACE = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
+# Modules that may read one all the same: each keeps it as `rank_zero_only.rank`, where `number_modules` replaces it.
+NUMBERED = {
+    "lightning.fabric.utilities.rank_zero": "RANK",
+    "lightning_fabric.utilities.rank_zero": "RANK",
+    "torchmetrics.utilities.prints": "LOCAL_RANK",
+}
 
 UNIFIED_MEMORY = "/dev/nvidia-uvm"
 SERVER = os.getpid()  # a worker compares this with its parent's pid
@@ -152,7 +158,7 @@ def _reads() -> Iterator[list[str]]:
     found: list[str] = []
 
     def noted(variables: Any, name: Any) -> Any:
-        if name in PLACE:
+        if name in PLACE and sys._getframe(2).f_globals.get("__name__") not in NUMBERED:  # (1) is `Mapping.get`
             found.append(name)
         return read(variables, name)
 
@@ -161,6 +167,13 @@ def _reads() -> Iterator[list[str]]:
         yield found
     finally:
         os._Environ.__getitem__ = read  # type: ignore[method-assign]
+
+
+def number_modules() -> None:
+    """In a worker: give the modules of `NUMBERED` that are imported this worker's number."""
+    for name, variable in NUMBERED.items():
+        if name in sys.modules:
+            sys.modules[name].rank_zero_only.rank = int(os.environ[variable])
 
 
 def _import(names: Sequence[str]) -> None:

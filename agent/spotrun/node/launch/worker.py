@@ -75,6 +75,7 @@ def run(task: Task) -> None:
     die_with_parent(preload.SERVER)
     offer_to_oom_killer()
     os.environ.update(task.env)
+    preload.number_modules()
     if mask := os.environ.get(private_paths.UMASK):
         os.umask(int(mask, 8))
     control = Control(Path(task.control))

@@ -1,0 +1,109 @@
+"""What the objects of a script keep besides their saved state, such as the results of a validation so far.
+
+If a worker is lost in a validation, the others validate again. Then a list in the module must not have the results of
+the first attempt. A value of a class that is not known here is not looked into.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+LARGEST = 16 << 20  # bytes of a tensor: a larger one is not copied, only watched
+
+_Step = Callable[[], object]  # puts something back
+_MODULE = frozenset(vars(nn.Module())) - {"_buffers"}  # what each module has; the parameters are in the saved state
+
+
+class Attributes:
+    """The attributes of these objects, and what is in them now."""
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        self._seen: set[int] = set()
+        self._steps: list[_Step] = []
+        for each in objects:
+            self._keep_object(each)
+
+    def put_back(self) -> None:
+        """Put back what was there. Raises `DistError`, so that the script starts again, if that is not possible."""
+        try:
+            with torch.inference_mode():  # a tensor that was made in this mode changes in no other one
+                for step in self._steps:
+                    step()
+        except Exception as error:
+            raise dist.DistError(f"cannot put back what the script kept before a validation: {error!r}") from error
+
+    def _keep_object(self, item: object) -> None:
+        values = vars(item)
+        kept = {name: value for name, value in values.items() if not isinstance(item, nn.Module) or name not in _MODULE}
+        if isinstance(item, nn.Module):
+            for each in item.children():
+                self._keep(each)
+
+        def put_back() -> None:
+            for name in values.keys() - kept.keys() - _MODULE:
+                del values[name]
+            values.update(kept)
+
+        self._steps.append(put_back)
+        for value in kept.values():
+            self._keep(value)
+
+    def _keep(self, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        if isinstance(value, nn.Module | torch.Tensor | list | deque | set | dict):
+            self._seen.add(id(value))
+        if isinstance(value, nn.Module):
+            self._keep_object(value)
+        elif isinstance(value, torch.Tensor):
+            self._steps.append(_keep_tensor(value))
+        elif isinstance(value, list | deque | set | dict):
+            self._steps.append(_keep_items(value))
+            for each in list(value.values() if isinstance(value, dict) else value):
+                self._keep(each)
+
+
+def _keep_items(given: Any) -> _Step:
+    items = list(given.items() if isinstance(given, dict) else given)
+
+    def put_back() -> None:
+        found = list(given.items() if isinstance(given, dict) else given)
+        if len(found) != len(items) or any(map(_differ, found, items)):
+            given.clear()
+            if isinstance(given, list | deque):
+                given.extend(items)
+            else:
+                given.update(dict(items) if isinstance(given, dict) else items)  # a Counter counts what is no dict
+
+    return put_back
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return any(map(operator.is_not, one, other))
+    return one is not other
+
+
+def _keep_tensor(tensor: torch.Tensor) -> _Step:
+    if tensor.nbytes <= LARGEST:
+        copy = tensor.detach().clone()
+        return lambda: tensor.detach().copy_(copy)
+    version = _version(tensor)
+
+    def check() -> None:
+        if version is None or _version(tensor) != version:
+            raise ValueError("a tensor of more than 16 MiB has changed")
+
+    return check
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often the tensor has changed; None: it does not count that."""
+    return None if tensor.is_inference() else tensor._version
