@@ -18,7 +18,7 @@ forked.set_forkserver_preload(
         "pytest",
         "hypothesis",
         "spotrun.train.run",
-        "spotrun.train.trainer",
+        "spotrun.train.hugging_face.train",
         "pytorch_lightning",
     ]
 )

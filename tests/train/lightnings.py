@@ -296,7 +296,7 @@ def refused(plan: Any, out: Path) -> None:
     attempt(pl.Trainer(reload_dataloaders_every_n_epochs=1, **given), net)
     attempt(pl.Trainer(val_check_interval="00:00:10:00", **given), net)
     attempt(pl.Trainer(callbacks=[StochasticWeightAveraging(1e-2)], **given), net)
-    with patch("spotrun.train.lightning_package._OLDEST", (99, 5)):
+    with patch("spotrun.train.lightning.package._OLDEST", (99, 5)):
         attempt(trainer, net)
     net.automatic_optimization = False
     attempt(trainer, net)

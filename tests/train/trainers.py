@@ -384,7 +384,7 @@ def refused_after(plan: Any, out: Path) -> None:
     """It prints what is wrong with `run.train` after other calls, and with another version of transformers."""
     script = Trained(plan, out)
     run, trainer = script.run, script.trainer
-    with patch("spotrun.train.trainer._OLDEST", (99, 5)):
+    with patch("spotrun.train.hugging_face.train._OLDEST", (99, 5)):
         _attempt(run, trainer)
     run.ddp(nn.Linear(2, 2))
     _attempt(run, trainer)

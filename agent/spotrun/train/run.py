@@ -19,7 +19,7 @@ from torch import nn
 
 from spotrun.errors import SpotrunError
 from spotrun.state.control import NONE, Context, Control, warm_up_store
-from spotrun.train import batches, collectives, failures, frameworks, lightning_package
+from spotrun.train import batches, collectives, failures, frameworks
 from spotrun.train.boundary import Boundary
 from spotrun.train.distributed import (
     NCCL_ENVIRONMENT,
@@ -279,11 +279,11 @@ class Run:
 
     def train(self, trainer: Any, **options: Any) -> Any:
         """`trainer.train(**options)` for a Trainer of Hugging Face, which goes on where it was (docs/training.md)."""
-        return frameworks.load("trainer", "run.train", "transformers>=5.24").train(self, trainer, options)
+        return frameworks.load("hugging_face.train", "run.train", "transformers>=5.24").train(self, trainer, options)
 
     def fit(self, trainer: Any, *args: Any, **options: Any) -> None:
         """`trainer.fit(…)` for a Trainer of PyTorch Lightning, which goes on where it was (docs/training.md)."""
-        lightning_package.load(trainer).fit(self, trainer, args, options)
+        frameworks.load("lightning.package", "run.fit", "lightning>=2.6").load(trainer).fit(self, trainer, args, options)
 
     def log(self, **values: Any) -> None:
         """Keep numbers (0-dim tensors too) in the job's metrics, and show the newest ones in its display.

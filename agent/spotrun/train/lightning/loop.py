@@ -24,8 +24,8 @@ from spotrun.train.attributes import Attributes
 from spotrun.train.batches import Batch
 from spotrun.train.changing import Changing
 from spotrun.train.frameworks import LeaveLoop, until_it_ends
-from spotrun.train.lightning_package import pl
-from spotrun.train.lightning_state import Rest
+from spotrun.train.lightning.package import pl
+from spotrun.train.lightning.state import Rest
 from spotrun.train.rng import reseed
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class TrainingLoop:
         self._run, self._trainer, self._rest = run, trainer, Rest(trainer)
         self._steps = Steps(run, trainer, self._rest)
         trainer.callbacks.insert(0, self._steps)
-        self._again = False  # whether the loops are to begin in the middle of an epoch
+        self._again = False  # whether the loops must begin in the middle of an epoch
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._loop, self._check_sanity = fit.run, trainer._run_sanity_check
         self._reset_fit, self._reset_epoch = fit.reset, epoch.reset

@@ -27,9 +27,9 @@ from spotrun.errors import SpotrunError
 from spotrun.train.batches import Batch
 from spotrun.train.changing import Changing
 from spotrun.train.frameworks import LeaveLoop, until_it_ends
+from spotrun.train.hugging_face.state import Rest
 from spotrun.train.parallel import share
 from spotrun.train.rng import reseed
-from spotrun.train.trainer_state import Rest
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run

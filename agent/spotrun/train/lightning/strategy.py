@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from spotrun.errors import SpotrunError
 from spotrun.train.distributed import rank_and_world
-from spotrun.train.lightning_package import environments, pl
+from spotrun.train.lightning.package import environments, pl
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from spotrun.errors import SpotrunError
 from spotrun.train.distributed import rank_and_world
-from spotrun.train.lightning_package import pl, results
+from spotrun.train.lightning.package import pl, results
 from spotrun.train.rng import derive
 
 # What a ModelCheckpoint has besides its state_dict. It decides by these whether it saves, for which all ranks meet.

@@ -38,4 +38,4 @@ def load(trainer: object) -> Any:
         environments=importlib.import_module(f"{name}.plugins.environments"),
         results=importlib.import_module(f"{name}.trainer.connectors.logger_connector.result"),
     )
-    return frameworks.load("lightning", "run.fit", "lightning>=2.6")
+    return frameworks.load("lightning.fit", "run.fit", "lightning>=2.6")

@@ -1,7 +1,7 @@
 """`run.train(trainer)`: a `transformers.Trainer` trains, with spotrun's model wrapper, state and step boundary.
 
 The set-up is here: what is checked, what the Trainer gets from spotrun, and the state with which it begins. The loop is
-in `train/trainer_loop.py`.
+in `train/hugging_face/loop.py`.
 
 Read in transformers 5.24 and accelerate 1.15: `Trainer.train`, `_prepare_for_training`, `Accelerator.prepare_model`.
 """
@@ -24,11 +24,11 @@ from transformers.trainer_utils import get_last_checkpoint
 from spotrun.errors import SpotrunError
 from spotrun.train.changing import Changing
 from spotrun.train.frameworks import refuse_elastic
+from spotrun.train.hugging_face.loop import TrainingLoop
+from spotrun.train.hugging_face.state import Rest
 from spotrun.train.metrics import Clock
 from spotrun.train.parallel import Parallel
 from spotrun.train.rng import reseed
-from spotrun.train.trainer_loop import TrainingLoop
-from spotrun.train.trainer_state import Rest
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run

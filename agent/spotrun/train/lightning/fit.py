@@ -1,6 +1,6 @@
 """`run.fit(trainer, module)`: a Trainer of PyTorch Lightning trains, with spotrun's workers, state and step boundary.
 
-The set-up is here: what is checked, and what the Trainer gets from spotrun. The loop is in `train/lightning_loop.py`.
+The set-up is here: what is checked, and what the Trainer gets from spotrun. The loop is in `train/lightning/loop.py`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from spotrun.errors import SpotrunError
 from spotrun.train.frameworks import refuse_elastic
-from spotrun.train.lightning_loop import TrainingLoop, refuse_callbacks
-from spotrun.train.lightning_package import pl
-from spotrun.train.lightning_strategy import Workers, workers_per_node
+from spotrun.train.lightning.loop import TrainingLoop, refuse_callbacks
+from spotrun.train.lightning.package import pl
+from spotrun.train.lightning.strategy import Workers, workers_per_node
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run

@@ -1,0 +1,1 @@
+"""A Trainer of Hugging Face, for `run.train`."""

@@ -1,0 +1,1 @@
+"""A Trainer of PyTorch Lightning, for `run.fit`."""
