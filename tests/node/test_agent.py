@@ -250,7 +250,7 @@ async def test_user_errors_and_hangs(tmp_path: Path) -> None:
         ("", "the script has not called spotrun.init in the first 600 s"),
         (
             "import spotrun\nspotrun.init()\n",
-            "neither run.track nor run.train(trainer) was called, or no state was restored, in the first 600 s",
+            "none of run.track, run.train and run.fit was called, or no state was restored, in the first 600 s",
         ),
     ],
 )

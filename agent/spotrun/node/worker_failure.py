@@ -43,7 +43,7 @@ def why_hung(controls: Iterable[Control], spec: JobSpec) -> str:
     if not any(entered for entered, *_ in known):
         missing = "the script has not called spotrun.init"
     elif not any(restored for _, restored, _ in known):
-        missing = "neither run.track nor run.train(trainer) or run.fit(trainer) was called, or no state was restored,"
+        missing = "none of run.track, run.train and run.fit was called, or no state was restored,"
     else:
         missing = "no step was completed"
     return f"{missing} in the first {spec.start_timeout:g} s (start_timeout in the job file)"
