@@ -49,8 +49,9 @@ ROWS: dict[str, tuple[Row, ...]] = {
         (SCENARIOS["spare"], Workload(size, setup)) for size, setup in (("0.1M", 8), ("0.1M", 30), ("100M", 30))
     ),
     "trainer": (
-        *((SCENARIOS["spare"], Workload(setup=setup, trainer=True)) for setup in (0, 30)),
-        (SCENARIOS["fixed"], Workload(trainer=True)),
+        *((SCENARIOS["spare"], Workload(setup=setup, trainer="hugging_face")) for setup in (0, 30)),
+        (SCENARIOS["fixed"], Workload(trainer="hugging_face")),
+        *((SCENARIOS[name], Workload(trainer="lightning")) for name in ("spare", "fixed")),
     ),
 }
 

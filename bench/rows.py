@@ -70,17 +70,18 @@ def render(
 
 
 def render_trainer(runs: Sequence[Run], machine: str, day: date, timeout: float) -> str:
-    """The section on scripts with a Trainer of Hugging Face."""
-    lines = ["## Recovery of scripts with a Trainer of Hugging Face", "", f"{day.isoformat()}. {machine}.", ""]
+    """The section on scripts with a Trainer: a table for each framework."""
+    lines = ["## Recovery of scripts with a Trainer", "", f"{day.isoformat()}. {machine}.", ""]
     lines += [
-        "The same script and model (bench/train_trainer.py). Under torchrun, the Trainer saves a checkpoint every 20 "
-        "steps, and goes on from the newest one. Under spotrun, the script calls `run.train`. With a notice, it "
+        "The same script and model in all systems. Under torchrun, the Trainer saves a checkpoint every 20 steps, and "
+        "goes on from the newest one. Under spotrun, the script calls `run.train` or `run.fit`. With a notice, it "
         "trains on until the new node is ready: the pause counts, not the total. A set-up adds its own time to each "
         "recovery under torchrun, so this is not measured. Columns as above. All times are medians, in seconds. "
         f"A hang is {timeout:g} s without a step, and is not in the medians.",
-        "",
-        *_table(summarize(runs), runs),
     ]
+    for name, title in (("hugging_face", "Hugging Face"), ("lightning", "PyTorch Lightning")):
+        if own := [run for run in runs if run.workload.trainer == name]:
+            lines += ["", f"{title} (bench/train_{name}.py):", "", *_table(summarize(own), own)]
     return "\n".join(lines)
 
 

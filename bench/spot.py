@@ -157,13 +157,14 @@ def _write_job(folder: Path, scenario: Scenario, workload: Workload, events: Pat
     """A folder with the files that the job needs, which is what reaches the nodes."""
     job, joins = folder / "job", int(scenario.fault == "join")
     job.mkdir()
-    for name in ("work.py", "train_spotrun.py", "train_trainer.py"):
+    script = f"train_{workload.trainer or 'spotrun'}.py"
+    for name in {"work.py", "train_spotrun.py", "trainer_work.py", "die_with_agent.py", script}:
         shutil.copy(HERE / name, job / name)
     return _write(
         job / "job.yaml",
         {
             "name": "bench",
-            "script": "train_trainer.py" if workload.trainer else "train_spotrun.py",
+            "script": script,
             "nodes": {"min": scenario.min_nodes, "max": scenario.nodes + joins, "spares": scenario.spares},
             "grow_interval": "1s" if joins else "30s",
             "procs_per_node": 1,

@@ -51,12 +51,12 @@ SCENARIOS = {
 class Workload:
     """What the job trains. size: a name of SIZES. setup: seconds that the script's set-up takes.
 
-    trainer: whether the script has a Trainer of Hugging Face.
+    trainer: whose Trainer the script has; empty: it has none.
     """
 
     size: str = "1.1M"
     setup: float = 0.0
-    trainer: bool = False
+    trainer: Literal["", "hugging_face", "lightning"] = ""
 
     @property
     def parameters(self) -> int:

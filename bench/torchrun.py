@@ -132,7 +132,7 @@ class Torchrun:
             f"--rdzv-conf={','.join(conf)}",
             f"--local-addr={address}",
             *settings.options,
-            str(HERE / ("train_trainer.py" if self._workload.trainer else "train_plain.py")),
+            str(HERE / f"train_{self._workload.trainer or 'plain'}.py"),
             f"--checkpoints={self._folder / 'checkpoints'}",
             f"--group-timeout={settings.group_timeout}",
         ]

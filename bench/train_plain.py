@@ -6,30 +6,20 @@ resume from the newest one at start.
 
 from __future__ import annotations
 
-import ctypes
+import argparse
 import os
-import signal
-import sys
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
-PR_SET_PDEATHSIG = 1
-# The kernel kills a worker when its agent dies, so that nothing of a killed node is left: so it is with a lost machine.
-# This comes before the imports, because they take longest. If the agent died before this line, the whole benchmark did.
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-if not os.path.exists(f"/proc/{os.environ.get('BENCH_PID', os.getppid())}"):
-    sys.exit("the benchmark is gone")
-
-import argparse  # noqa: E402
-from datetime import timedelta  # noqa: E402
-from itertools import islice  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import work  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from torch.utils.data import DataLoader, DistributedSampler  # noqa: E402
+import die_with_agent  # noqa: F401
+import torch
+import torch.distributed as dist
+import work
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 
 def main() -> None:

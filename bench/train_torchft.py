@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
+from datetime import timedelta
+from typing import Any
 
-PR_SET_PDEATHSIG = 1
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))  # as in train_plain.py
-if not os.path.exists(f"/proc/{os.environ.get('BENCH_PID', os.getppid())}"):
-    sys.exit("the benchmark is gone")
-
-from datetime import timedelta  # noqa: E402
-from typing import Any  # noqa: E402
-
-import torch  # noqa: E402
-import work  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
-from torchft import (  # type: ignore[import-not-found]  # noqa: E402
+import die_with_agent  # noqa: F401
+import torch
+import work
+from torch import nn
+from torch.utils.data import DataLoader
+from torchft import (  # type: ignore[import-not-found]
     DistributedDataParallel,
     DistributedSampler,
     Manager,

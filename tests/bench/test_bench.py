@@ -272,11 +272,13 @@ def test_a_notice_with_a_fixed_size_has_its_goal() -> None:
 
 def test_scripts_with_a_trainer_have_a_table_of_their_own() -> None:
     runs = [
-        Run("spotrun", "spare", sample(0.5), Workload(trainer=True), 0.05),
-        Run("plain", "spare", None, Workload(trainer=True), 0.05),
+        Run("spotrun", "spare", sample(0.5), Workload(trainer="hugging_face"), 0.05),
+        Run("plain", "spare", None, Workload(trainer="hugging_face"), 0.05),
     ]
+    runs.append(Run("spotrun", "spare", sample(0.25), Workload(trainer="lightning"), 0.05))
     text = render_trainer(runs, "a machine", date(2030, 1, 2), 60)
-    assert text.index("| plain | -") < text.index("| spotrun | ")
+    places = [text.index(each) for each in ("| plain | -", "| spotrun | ", "PyTorch Lightning", "**0.25**")]
+    assert places == sorted(places)
     assert "**0.50** | 0.50 to 0.50 |" in text
 
 
@@ -291,8 +293,8 @@ def test_scripts_with_a_trainer_have_a_table_of_their_own() -> None:
         pytest.param("torchft-stock", "spare", Workload("25M"), True, id="torchft as published"),
         pytest.param("torchft-stock", "join", Workload("25M"), False, id="torchft as published when a node joins"),
         pytest.param("spotrun", "fixed", Workload("25M"), True, id="spotrun with a notice"),
-        pytest.param("tuned", "spare", Workload(trainer=True), True, id="torchrun with a Trainer"),
-        pytest.param("torchft", "spare", Workload(trainer=True), False, id="torchft with a Trainer"),
+        pytest.param("tuned", "spare", Workload(trainer="hugging_face"), True, id="torchrun with a Trainer"),
+        pytest.param("torchft", "spare", Workload(trainer="hugging_face"), False, id="torchft with a Trainer"),
     ],
 )
 def test_systems_take_part_in_their_rows(system: str, scenario: str, workload: Workload, measured: bool) -> None:

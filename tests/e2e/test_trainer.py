@@ -47,5 +47,7 @@ def test_a_trainer_goes_on_where_it_was(
     undisturbed = tmp_path / "model"
     command = [sys.executable, *STANDALONE, "--nproc-per-node=2", "train.py", *args, f"--out={undisturbed}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, cwd=EXAMPLES / example, env=environment, timeout=PATIENCE, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        command, check=True, cwd=EXAMPLES / example, env=environment, timeout=PATIENCE, stdout=subprocess.DEVNULL
+    )
     assert cluster.access.store.get(kept) == (undisturbed / model).read_bytes()

@@ -6,21 +6,11 @@ newest one.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
-import sys
-
-if "BENCH_PID" in os.environ:  # under torchrun, as in train_plain.py
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
-    if not os.path.exists(f"/proc/{os.environ['BENCH_PID']}"):
-        sys.exit("the benchmark is gone")
-
-import argparse
-from pathlib import Path
 from typing import Any
 
+import die_with_agent  # noqa: F401
 import torch
+import trainer_work
 import work
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -53,17 +43,7 @@ class Marks(TrainerCallback):
 
 
 def main() -> None:
-    options = parse()
-    torch.set_num_threads(1)
-    work.mark("entered")
-    run = None
-    if "SPOTRUN_CONTEXT" in os.environ:
-        import train_spotrun
-
-        import spotrun
-
-        train_spotrun.mark_regroups()
-        run = spotrun.init(seed=0, backend="gloo")
+    options, run = trainer_work.parse(), trainer_work.begin()
     saving: dict[str, Any] = {"save_strategy": "no"}
     if run is None:
         saving = {"save_strategy": "steps", "save_steps": options.save_every, "save_total_limit": 3}
@@ -92,15 +72,6 @@ def main() -> None:
     except BaseException:
         work.mark("failed")
         raise
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
-    parser.add_argument("--save-every", type=int, default=20, help="steps")
-    parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--group-timeout", type=float, default=1800, help="seconds; torch's own default is 1800")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
