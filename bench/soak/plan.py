@@ -57,6 +57,7 @@ SHAPES = (
     Shape("large"),
     Shape("phases"),
     Shape("trainer", accumulate=2, script="trainer.py", fixed=True),
+    Shape("lightning", accumulate=2, script="lit.py", fixed=True),
 )
 
 

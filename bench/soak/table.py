@@ -21,6 +21,7 @@ LEGEND = {
     "large": "a state of 17 MB",
     "phases": "a loop over epochs, then another one with a higher learning rate",
     "trainer": "a Trainer of Hugging Face: BatchNorm, dropout, accumulation, evaluation",
+    "lightning": "a Trainer of PyTorch Lightning: as above, and a schedule that follows the validation",
 }
 
 

@@ -55,13 +55,13 @@ def hold(models: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]) -> 
         model.register_comm_hook(None, _exchange)
 
 
-def hold_later(run: Any, trainer: Any) -> None:
-    """As `hold`, for what `run.train(trainer)` will make."""
+def hold_later(run: Any, optimizers: Callable[[], Iterable[torch.optim.Optimizer]]) -> None:
+    """As `hold`, for what `run.train` or `run.fit` will make. optimizers: that it has made before the model."""
     make = run.ddp
 
     def held(*args: Any, **options: Any) -> Any:
         model = make(*args, **options)
-        hold([model], [trainer.optimizer])
+        hold([model], optimizers())
         return model
 
     run.ddp = held

@@ -75,7 +75,7 @@ options = TrainingArguments(
 )
 trainer = Trainer(Net(), options, train_dataset=Samples(args.samples), eval_dataset=Samples(64), callbacks=[Pace()])
 if args.gpu:
-    as_gpu.hold_later(run, trainer)
+    as_gpu.hold_later(run, lambda: [trainer.optimizer])
 run.train(trainer)
 
 common.write_final(run, args.out, [trainer.model], filter(None, [trainer.optimizer]))
