@@ -29,7 +29,10 @@ def load(trainer: object) -> Any:
     name = next((each for each in _PACKAGES if f"{each}.trainer.trainer" in modules), None)
     if name is None:
         found = type(trainer)
-        raise SpotrunError(f"run.fit takes a Trainer of Lightning, not a {found.__module__}.{found.__qualname__}")
+        raise SpotrunError(
+            f"run.fit takes a Trainer of Lightning, not {found.__module__}.{found.__qualname__}: write "
+            "run.fit(trainer, module, …)"
+        )
     package: Any = importlib.import_module(name)
     if tuple(map(int, re.findall(r"\d+", package.__version__)[:2])) < _OLDEST:
         raise SpotrunError(f"run.fit needs {name} {_OLDEST[0]}.{_OLDEST[1]} or newer, not {package.__version__}")
