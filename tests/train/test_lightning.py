@@ -76,24 +76,25 @@ def test_a_planned_change(job: Regroups, undisturbed: Cluster, stop_at: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("die_in", "die_at", "interval"),
+    ("die_in", "die_at", "interval", "base"),
     [
-        ("", 6, 1),
-        ("", 6, 99),
-        ("", 2, 99),
-        ("", 11, 2),
-        ("validation", 3, 1),
-        ("validation", 3, 2),
-        ("validation", 11, 2),
+        ("", 6, 1, 6),
+        ("", 6, 99, 6),
+        ("", 2, 99, 2),
+        ("", 11, 2, 11),
+        ("validation", 3, 1, 3),
+        ("validation", 3, 2, 2),
+        ("validation", 11, 2, 10),
     ],
 )
-def test_a_peer_dies(job: Regroups, undisturbed: Cluster, die_in: str, die_at: int, interval: int) -> None:
-    """The state comes from a snapshot, or from the survivor, if the optimizer has not begun."""
+def test_a_peer_dies(job: Regroups, undisturbed: Cluster, die_in: str, die_at: int, interval: int, base: int) -> None:
+    """The state comes from a snapshot, or from the survivor if its optimizer has not begun. base: the state's step."""
     plan = {"script": "lightnings.fitted"}
     job.begin("ab", interval, a=plan, b={**plan, "die_at": die_at, "die_in": die_in})
     spare = job.warm_up("c", interval, **plan)
     job.regroup([spare, *job.survivors()])
     assert job.end() == [0, 0], job.state_and_log()
+    assert [each.control.base for each in job.members] == [base] * 2
     same(job.cluster, undisturbed)
 
 
