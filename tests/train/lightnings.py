@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lightning.pytorch
 import pytorch_lightning as pl
 import torch
 import torchmetrics
@@ -292,6 +293,8 @@ def refused(plan: Any, out: Path) -> None:
 
     attempt(run)
     attempt(trainer)
+    attempt(trainer, torch.compile(net, backend="eager"))
+    attempt(trainer, lightning.pytorch.LightningModule())
     attempt(pl.Trainer(devices=2, **given), net)
     attempt(pl.Trainer(reload_dataloaders_every_n_epochs=1, **given), net)
     attempt(pl.Trainer(val_check_interval="00:00:10:00", **given), net)
@@ -338,6 +341,11 @@ def many(plan: Any, out: Path) -> None:
 def without_a_length(plan: Any, out: Path) -> None:
     """Its samples come from an IterableDataset."""
     Fitted(plan, out).fit(DataLoader(Buffered(), BATCH))
+
+
+def with_two_loaders(plan: Any, out: Path) -> None:
+    """Its batches come from two loaders."""
+    Fitted(plan, out).fit({name: DataLoader(Numbered(), BATCH) for name in "ab"})
 
 
 def with_callbacks(plan: Any, out: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -74,24 +76,25 @@ def test_a_planned_change(job: Regroups, undisturbed: Cluster, stop_at: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("die_in", "die_at", "interval"),
+    ("die_in", "die_at", "interval", "base"),
     [
-        ("", 6, 1),
-        ("", 6, 99),
-        ("", 2, 99),
-        ("", 11, 2),
-        ("validation", 3, 1),
-        ("validation", 3, 2),
-        ("validation", 11, 2),
+        ("", 6, 1, 6),
+        ("", 6, 99, 6),
+        ("", 2, 99, 2),
+        ("", 11, 2, 11),
+        ("validation", 3, 1, 3),
+        ("validation", 3, 2, 2),
+        ("validation", 11, 2, 10),
     ],
 )
-def test_a_peer_dies(job: Regroups, undisturbed: Cluster, die_in: str, die_at: int, interval: int) -> None:
-    """The state comes from a snapshot, or from the survivor, if the optimizer has not begun."""
+def test_a_peer_dies(job: Regroups, undisturbed: Cluster, die_in: str, die_at: int, interval: int, base: int) -> None:
+    """The state comes from a snapshot, or from the survivor if its optimizer has not begun. base: the state's step."""
     plan = {"script": "lightnings.fitted"}
     job.begin("ab", interval, a=plan, b={**plan, "die_at": die_at, "die_in": die_in})
     spare = job.warm_up("c", interval, **plan)
     job.regroup([spare, *job.survivors()])
     assert job.end() == [0, 0], job.state_and_log()
+    assert [each.control.base for each in job.members] == [base] * 2
     same(job.cluster, undisturbed)
 
 
@@ -166,6 +169,15 @@ def test_frozen_parameters_are_in_no_snapshot(tmp_path: Path) -> None:
     assert not names & {"layers.0.weight", "mean.bias"}
 
 
+def test_without_other_workers(tmp_path: Path) -> None:
+    """Under `python`, there is no process group. A test after training needs none."""
+    code = "from tests.train import generations, lightnings; from pathlib import Path\n"
+    code += f"lightnings.plain(generations.Plan({str(tmp_path)!r}), Path({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "final-0.pt").exists()
+
+
 def test_another_number_of_workers(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     assert cluster.run(NODES, stop_at=1, script="lightnings.fitted") == [EXIT_DRAINED] * 2, cluster.log()
@@ -178,20 +190,25 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert cluster.run(["a"], script="lightnings.refused") == [0], cluster.log()
     found = [line for line in cluster.log().splitlines() if line.startswith("refused: ")]
     assert [line.partition("run.fit")[2].lstrip(": ") for line in found] == [
-        "takes a Trainer of Lightning, not a spotrun.train.run.Run",
-        "takes a LightningModule of pytorch_lightning, not a NoneType",
-        "the Trainer has devices=2, and each node has 1 workers: leave out devices and num_nodes; the job file decides",
+        "takes a Trainer of Lightning, not spotrun.train.run.Run: write run.fit(trainer, module, …)",
+        "takes a LightningModule of pytorch_lightning, not NoneType: write run.fit(trainer, module, …)",
+        "takes a LightningModule of pytorch_lightning, not OptimizedModule: compile its layers instead",
+        "takes a LightningModule of pytorch_lightning, not LightningModule: import the Trainer and the module from one "
+        "package",
+        "the Trainer has devices=2, and the number of workers on each node is 1: leave out devices and num_nodes, "
+        "because the job file or torchrun decides",
         "does not support reload_dataloaders_every_n_epochs",
         "does not support a val_check_interval that is a time",
         "does not support StochasticWeightAveraging",
         f"needs pytorch_lightning 99.5 or newer, not {version('pytorch-lightning')}",
-        "does not support manual optimization",
+        "does not support manual optimization (write the loop with run.steps instead)",
         "leave out run.ddp, and give run.fit the module itself",
         "does not support run.track before it (leave run.track out)",
         "does not support a second call in a script",
     ]
     for script, message in (
         ("without_a_length", "does not support an IterableDataset"),
+        ("with_two_loaders", "needs one DataLoader for training, not a dict of them"),
         ("with_callbacks", "does not support StochasticWeightAveraging"),
         ("many", "training_step logs 259 metrics with on_epoch or sync_dist; at most 256 can be kept"),
     ):

@@ -283,7 +283,7 @@ class Run:
 
     def fit(self, trainer: Any, *args: Any, **options: Any) -> None:
         """`trainer.fit(…)` for a Trainer of PyTorch Lightning, which goes on where it was (docs/training.md)."""
-        frameworks.load("lightning.package", "run.fit", "lightning>=2.6").load(trainer).fit(self, trainer, args, options)
+        frameworks.load("lightning.package", "run.fit", "lightning>=2.6").use(trainer).fit(self, trainer, args, options)
 
     def log(self, **values: Any) -> None:
         """Keep numbers (0-dim tensors too) in the job's metrics, and show the newest ones in its display.

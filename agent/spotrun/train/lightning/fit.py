@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from spotrun.errors import SpotrunError
 from spotrun.train.frameworks import refuse_elastic
 from spotrun.train.lightning.loop import TrainingLoop, refuse_callbacks
@@ -37,12 +39,22 @@ def fit(run: Run, trainer: Any, args: tuple[Any, ...], options: dict[str, Any]) 
         trainer.fit(*args, **options)
 
 
+def _check_module(module: Any) -> None:
+    if isinstance(module, pl.LightningModule):
+        return
+    advice = "write run.fit(trainer, module, …)"
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        advice = "compile its layers instead"
+    elif any(each.__module__.startswith(("lightning.", "pytorch_lightning.")) for each in type(module).__mro__):
+        advice = "import the Trainer and the module from one package"
+    raise SpotrunError(f"run.fit takes a LightningModule of {pl.__name__}, not {type(module).__name__}: {advice}")
+
+
 def _check(run: Run, trainer: Any, module: Any) -> None:
-    if not isinstance(module, pl.LightningModule):
-        raise SpotrunError(f"run.fit takes a LightningModule of {pl.__name__}, not a {type(module).__name__}")
     again = isinstance(trainer.strategy, Workers) or run._boundary.loop.renews_samplers
     if run._models and not again:
         raise SpotrunError("run.fit: leave out run.ddp, and give run.fit the module itself")
+    _check_module(module)
     strategy = trainer.strategy
     for wrong, what in (
         (again, "a second call in a script"),
@@ -52,7 +64,7 @@ def _check(run: Run, trainer: Any, module: Any) -> None:
             type(strategy).__name__,
         ),
         (getattr(strategy, "_ddp_comm_hook", None) is not None, "a communication hook"),
-        (not module.automatic_optimization, "manual optimization"),
+        (not module.automatic_optimization, "manual optimization (write the loop with run.steps instead)"),
         (trainer.reload_dataloaders_every_n_epochs > 0, "reload_dataloaders_every_n_epochs"),
         (getattr(trainer, "_val_check_time_interval", None) is not None, "a val_check_interval that is a time"),
     ):
@@ -61,8 +73,8 @@ def _check(run: Run, trainer: Any, module: Any) -> None:
     refuse_callbacks(trainer)
     if (devices := len(getattr(strategy, "parallel_devices", None) or [0])) not in (1, workers_per_node()):
         raise SpotrunError(
-            f"run.fit: the Trainer has devices={devices}, and each node has {workers_per_node()} workers: leave out "
-            "devices and num_nodes; the job file decides"
+            f"run.fit: the Trainer has devices={devices}, and the number of workers on each node is "
+            f"{workers_per_node()}: leave out devices and num_nodes, because the job file or torchrun decides"
         )
     if (trainer.strategy.root_device.type == "cpu") != (run.device.type == "cpu"):
         raise SpotrunError(

@@ -179,7 +179,10 @@ class Steps(pl.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         run, self._done = self._run, False
-        size = getattr(trainer.train_dataloader, "batch_size", None) or 0
+        loader = trainer.train_dataloader
+        if isinstance(loader, dict | list | tuple):  # each has a length of its own, and Lightning may begin it again
+            raise SpotrunError(f"run.fit needs one DataLoader for training, not a {type(loader).__name__} of them")
+        size = getattr(loader, "batch_size", None) or 0
         self._samples = size * trainer.accumulate_grad_batches
         run._sizes, run._epochs = (0.0, self._samples * run.world_size), sys.maxsize
         total = trainer.estimated_stepping_batches

@@ -1,6 +1,6 @@
 """Lightning: the package that the script's Trainer comes from, `lightning` or `pytorch_lightning`.
 
-Both have the same modules. `load` notes one as `pl`, and then imports the modules of spotrun that use it.
+Both have the same modules. `use` notes one as `pl`, and then imports the modules of spotrun that need it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from spotrun.train import frameworks
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-__all__ = ["environments", "load", "pl", "results"]
+__all__ = ["environments", "pl", "results", "use"]
 
 environments: Any  # modules of it
 results: Any
@@ -23,13 +23,16 @@ _OLDEST = (2, 6)
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
-def load(trainer: object) -> Any:
-    """The module that trains this Trainer. Raises `SpotrunError` if it is not one of Lightning."""
+def use(trainer: object) -> Any:
+    """Note this Trainer's package, and return the module with `fit`. Raises `SpotrunError` if it is not Lightning's."""
     modules = [each.__module__ for each in type(trainer).__mro__]
     name = next((each for each in _PACKAGES if f"{each}.trainer.trainer" in modules), None)
     if name is None:
         found = type(trainer)
-        raise SpotrunError(f"run.fit takes a Trainer of Lightning, not a {found.__module__}.{found.__qualname__}")
+        raise SpotrunError(
+            f"run.fit takes a Trainer of Lightning, not {found.__module__}.{found.__qualname__}: write "
+            "run.fit(trainer, module, …)"
+        )
     package: Any = importlib.import_module(name)
     if tuple(map(int, re.findall(r"\d+", package.__version__)[:2])) < _OLDEST:
         raise SpotrunError(f"run.fit needs {name} {_OLDEST[0]}.{_OLDEST[1]} or newer, not {package.__version__}")

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -86,6 +87,16 @@ class Workers(pl.strategies.DDPStrategy):
 
     def setup_distributed(self) -> None:
         self.set_world_ranks()
+
+    def setup(self, trainer: Any) -> None:
+        if trainer.state.fn == "fit" or dist.is_initialized():
+            return super().setup(trainer)
+        # A validation or a test without a process group, with which Lightning would send rank 0's model to the others.
+        module: Any = self.lightning_module
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        self.setup_precision_plugin()
+        return None
 
     def configure_ddp(self) -> None:
         module: Any = self.lightning_module
