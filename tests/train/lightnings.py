@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,11 +12,13 @@ from unittest.mock import patch
 import lightning.pytorch
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 import torchmetrics
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from pytorch_lightning.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from pytorch_lightning.loggers import CSVLogger, Logger
+from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import nn
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 
 import spotrun
 from spotrun.errors import SpotrunError
@@ -60,7 +63,7 @@ class Net(pl.LightningModule):
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("own", loss, on_epoch=True, on_step=False, sync_dist=True)
         if number == 0:
-            self.log("most", loss.detach(), reduce_fx="max", on_step=False, on_epoch=True, sync_dist=True)
+            self.log("most", loss.detach(), reduce_fx=max, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Any, number: int) -> Any:
@@ -218,6 +221,8 @@ class Unusual(Net):
 
     def on_train_epoch_end(self) -> None:
         self.log("end", float(self.trainer.global_step))
+        loader: Any = self.trainer.train_dataloader
+        assert sum(1 for _ in loader) == self.trainer.num_training_batches
 
 
 def unusual(plan: Any, out: Path) -> None:
@@ -250,6 +255,11 @@ class Rare(Net):
             self.log("mean", self.mean, on_step=False, on_epoch=True)
         return loss
 
+    def validation_step(self, batch: Any, number: int) -> Any:
+        if not self.trainer.sanity_checking:  # a newcomer logs it first, the others second
+            self.log("constant", 5.0, sync_dist=True)
+        super().validation_step(batch, number)
+
 
 def rare(plan: Any, out: Path) -> None:
     """Not all ranks have its metric object at the end of an epoch, unless all drop it."""
@@ -260,14 +270,23 @@ def rare(plan: Any, out: Path) -> None:
     script.save()
 
 
+class Half(MixedPrecision):
+    """In each step, `state_dict` of a scaler would wait for a GPU."""
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.scaler is None or self.scaler._scale is None
+        return super().state_dict()
+
+
 def stopping(plan: Any, out: Path) -> None:
     """Its training stops early: its loss never counts as better."""
     early = EarlyStopping("val_loss", mode="max", patience=3, min_delta=100.0)
-    script = Fitted(plan, out, callbacks=[early], val_check_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    script = Fitted(plan, out, callbacks=[early], val_check_interval=2, plugins=[Half("16-mixed", "cpu", scaler)])
     script.fit()
     if plan.fail_at == script.run.step:
         raise ValueError("a bug in the script")
-    script.save(stopped=early.stopped_epoch)
+    script.save(stopped=early.stopped_epoch, scale=scaler.state_dict())
 
 
 def plain(plan: Any, out: Path) -> None:
@@ -276,7 +295,8 @@ def plain(plan: Any, out: Path) -> None:
     script = Fitted(plan, out, logger=CSVLogger(out / str(os.getpid())), callbacks=None, **shown)
     script.fit()
     script.trainer.test(script.net, DataLoader(Numbered(), BATCH))
-    script.save()
+    bar: Any = script.trainer.progress_bar_callback
+    script.save(bar=bar.is_enabled)
 
 
 def refused(plan: Any, out: Path) -> None:
@@ -299,6 +319,7 @@ def refused(plan: Any, out: Path) -> None:
     attempt(pl.Trainer(reload_dataloaders_every_n_epochs=1, **given), net)
     attempt(pl.Trainer(val_check_interval="00:00:10:00", **given), net)
     attempt(pl.Trainer(callbacks=[StochasticWeightAveraging(1e-2)], **given), net)
+    attempt(pl.Trainer(callbacks=[BackboneFinetuning()], **given), net)
     with patch("spotrun.train.lightning.package._OLDEST", (99, 5)):
         attempt(trainer, net)
     net.automatic_optimization = False
@@ -309,18 +330,30 @@ def refused(plan: Any, out: Path) -> None:
     run._models.clear()
     with patch.dict(run._state.objects, net=net):
         attempt(trainer, net)
-    script.fit()
+    loader = DataLoader(Numbered(), BATCH)
+    run.fit(trainer, torch.compile(net, disable=True), loader, loader)
     attempt(trainer, net)
 
 
-def sized(plan: Any, out: Path) -> None:
+def sized(plan: Any, out: Path, place: Callable[[Any], Any] = lambda trainer: trainer) -> None:
     """Its learning rate follows from the number of workers, which a newcomer does not know yet."""
     script = Fitted(plan, out)
 
     def configure_optimizers() -> Any:
-        return torch.optim.SGD(script.net.parameters(), lr=0.1 * script.trainer.world_size)
+        return torch.optim.SGD(script.net.parameters(), lr=0.1 * place(script.trainer).world_size)
 
     vars(script.net)["configure_optimizers"] = configure_optimizers
+    script.fit()
+
+
+def sized_by_strategy(plan: Any, out: Path) -> None:
+    sized(plan, out, lambda trainer: trainer.strategy)
+
+
+def with_sampler(plan: Any, out: Path) -> None:
+    """Its module makes a sampler in its set-up, for the number of workers."""
+    script = Fitted(plan, out)
+    vars(script.net)["setup"] = lambda stage: DistributedSampler(Numbered())
     script.fit()
 
 
@@ -332,10 +365,34 @@ class Many(Net):
         return super().training_step(batch, number)
 
 
-def many(plan: Any, out: Path) -> None:
-    script = Fitted(plan, out)
-    script.net = Many(script)
-    script.fit()
+class Grouped(Net):
+    """It logs for a part of the workers."""
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        self.log("part", 1.0, sync_dist_group=dist.group.WORLD)
+        return super().training_step(batch, number)
+
+
+def _with(kind: type[Net]) -> Callable[[Any, Path], None]:
+    def script(plan: Any, out: Path) -> None:
+        fitted = Fitted(plan, out)
+        fitted.net = kind(fitted)
+        fitted.fit()
+
+    return script
+
+
+many, grouped = _with(Many), _with(Grouped)
+
+
+def two_loaders(plan: Any, out: Path) -> None:
+    loader = DataLoader(Numbered(), BATCH)
+    Fitted(plan, out).fit({"one": loader, "other": loader})
+
+
+def synchronized(plan: Any, out: Path) -> None:
+    """Torch's SyncBatchNorm needs a GPU."""
+    Fitted(plan, out, sync_batchnorm=True).fit()
 
 
 def without_a_length(plan: Any, out: Path) -> None:

@@ -135,7 +135,10 @@ def test_a_metric_object_that_a_newcomer_does_not_have(job: Regroups) -> None:
     job.regroup([spare, *job.survivors()])
     assert job.end() == [0, 0], job.state_and_log()
     assert flatten(job.cluster.final()["model"])[1::2] == flatten(job.cluster.final(1)["model"])[1::2]
-    assert "mean" in job.cluster.final()["metrics"]
+    for rank in (0, 1):
+        metrics = job.cluster.final(rank)["metrics"]
+        assert "mean" in metrics
+        assert metrics["constant"] == 5
 
 
 @pytest.mark.parametrize("stop_at", [7, -1])
@@ -153,12 +156,20 @@ def test_training_that_has_ended_does_not_go_on(tmp_path: Path, stop_at: int) ->
     same(cluster, undisturbed)
 
 
-def test_a_set_up_that_depends_on_the_number_of_workers(job: Regroups) -> None:
-    """A new worker would have another learning rate, so all restart."""
-    newcomer = job.warm_up("c", 1, end=EXIT_PEER, script="lightnings.sized")
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("sized", "reads trainer.world_size before run.track"),
+        ("sized_by_strategy", "reads trainer.world_size before run.track"),
+        ("with_sampler", "uses torch's DistributedSampler"),
+    ],
+)
+def test_a_set_up_that_depends_on_the_number_of_workers(job: Regroups, script: str, why: str) -> None:
+    """A new worker would have another learning rate or other samples, so all restart."""
+    newcomer = job.warm_up("c", 1, end=EXIT_PEER, script=f"lightnings.{script}")
     newcomer.process.join(60)
     assert newcomer.process.exitcode == EXIT_PEER
-    assert "the script reads trainer.world_size before run.track" in job.cluster.log()
+    assert f"the script {why}" in job.cluster.log()
 
 
 def test_frozen_parameters_are_in_no_snapshot(tmp_path: Path) -> None:
@@ -200,6 +211,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "does not support reload_dataloaders_every_n_epochs",
         "does not support a val_check_interval that is a time",
         "does not support StochasticWeightAveraging",
+        "does not support BackboneFinetuning",
         f"needs pytorch_lightning 99.5 or newer, not {version('pytorch-lightning')}",
         "does not support manual optimization (write the loop with run.steps instead)",
         "leave out run.ddp, and give run.fit the module itself",
@@ -207,6 +219,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "does not support a second call in a script",
     ]
     for script, message in (
+        ("grouped", "does not support self.log('part', …, sync_dist_group=…)"),
+        ("synchronized", "SyncBatchNorm expected input tensor to be on GPU"),
+        ("two_loaders", "needs one DataLoader for training, not 2"),
         ("without_a_length", "does not support an IterableDataset"),
         ("with_two_loaders", "needs one DataLoader for training, not a dict of them"),
         ("with_callbacks", "does not support StochasticWeightAveraging"),

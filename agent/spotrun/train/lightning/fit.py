@@ -25,13 +25,15 @@ def fit(run: Run, trainer: Any, args: tuple[Any, ...], options: dict[str, Any]) 
     Raises `SpotrunError` for a Trainer that could not go on after an interruption.
     """
     module = args[0] if args else options.get("model")
+    module = getattr(module, "_orig_mod", module)  # `torch.compile` wraps it, and Lightning unwraps it
     _check(run, trainer, module)
     boundary = run._boundary
     boundary.loop.enters_again = boundary.loop.renews_samplers = True
     if run._membership is not None:
         run._membership.loop = boundary.loop
     with boundary.exit_if_a_peer_fails:
-        trainer._accelerator_connector.strategy = Workers(run, trainer.strategy)
+        connector = trainer._accelerator_connector
+        connector.strategy = Workers(run, trainer.strategy, connector._layer_sync)
         # Lightning's handler, and its message in each step, would wait for workers that are gone.
         trainer._signal_connector.register_signal_handlers = lambda: None
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None

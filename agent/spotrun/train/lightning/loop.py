@@ -26,12 +26,14 @@ from spotrun.train.changing import Changing
 from spotrun.train.frameworks import LeaveLoop, until_it_ends
 from spotrun.train.lightning.package import pl
 from spotrun.train.lightning.state import Rest
+from spotrun.train.lightning.strategy import begin_at
 from spotrun.train.rng import reseed
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
 
 _CALLBACKS = (  # they change what a snapshot does not have, or train by themselves
+    pl.callbacks.BaseFinetuning,
     pl.callbacks.BatchSizeFinder,
     pl.callbacks.GradientAccumulationScheduler,
     pl.callbacks.LearningRateFinder,
@@ -98,6 +100,7 @@ class TrainingLoop:
         run._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
         # The loader draws its seed, and some samplers draw an order that must be the same on all ranks.
         reseed(run._state.seed, "epoch", self._trainer.current_epoch)
+        begin_at(fit._combined_loader, fit.epoch_loop.batch_progress.current.ready)
         iter(fetcher)
         fit._resuming_from_checkpoint = True  # so Lightning does not do that again
         self._start_epoch(fetcher)
@@ -127,7 +130,11 @@ class TrainingLoop:
         self._settle_in()
 
     def _settle_in(self) -> None:
-        self._trainer.strategy.set_world_ranks()
+        trainer = self._trainer
+        trainer.strategy.set_world_ranks()
+        bar = trainer.progress_bar_callback  # only rank 0 shows it, and Lightning has asked for the rank once
+        if isinstance(bar, pl.callbacks.TQDMProgressBar | pl.callbacks.RichProgressBar):
+            (bar.enable if trainer.is_global_zero else bar.disable)()
 
     def _enter(self) -> None:
         rest = self._rest
@@ -158,6 +165,7 @@ class TrainingLoop:
             val._module_mode.restore(module)
         trainer.training = True
         val._results.reset()
+        val._results.clear()  # the ranks meet for each entry, in order, and a newcomer has none
         for loop in (trainer.fit_loop, val):
             if loop._data_fetcher is not None:
                 loop._data_fetcher.teardown()
@@ -218,6 +226,12 @@ class Steps(pl.Callback):
                 rest.kept = before
             if run._boundary.must_regroup:
                 raise LeaveLoop
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        begin_at(trainer.fit_loop._combined_loader, 0)  # not sooner: a loader may be a generator, which begins late
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        begin_at(trainer.fit_loop._combined_loader, 0)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._rest.give_validated()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 from dataclasses import fields
 from typing import Any
@@ -16,6 +17,8 @@ from spotrun.train.rng import derive
 
 # What a ModelCheckpoint has besides its state_dict. It decides by these whether it saves, for which all ranks meet.
 _SAVED = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+_PYTHON = (max, min, sum)
+_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the second is the older name
 ROWS = 256  # metrics of a training step that are kept
 
 
@@ -63,12 +66,12 @@ class Rest:
         self.kept = {
             "workers": rank_and_world()[1],
             "ended": ended,
-            "loops": loops.state_dict(),
+            "loops": _counts(loops),
             "stops": trainer.should_stop,
             "callbacks": {key: state for key, state in states.items() if state},
             "checkpoints": [{name: getattr(each, name) for name in _SAVED} for each in self._checkpoints()],
             "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
-            "precision": trainer.precision_plugin.state_dict(),
+            "precision": _scale(trainer.precision_plugin),
             "metrics": [dict(each) for each in _metrics(connector)],
             "place": [connector._first_loop_iter, connector._current_fx],
             "validated": {**self._validated, **loops.epoch_loop.val_loop._seen_batches_per_dataloader},
@@ -91,7 +94,9 @@ class Rest:
         for config, state in zip(trainer.lr_scheduler_configs, kept["schedulers"], strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(state))
         if kept["precision"]:
-            trainer.precision_plugin.load_state_dict(kept["precision"])
+            numbers = kept["precision"].items()
+            numbers = {name: each.item() if isinstance(each, torch.Tensor) else each for name, each in numbers}
+            trainer.precision_plugin.load_state_dict(numbers)
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
             scaler._per_optimizer_states.clear()  # of a step that does not count
         for each, values in zip(_metrics(connector), kept["metrics"], strict=True):
@@ -109,6 +114,37 @@ class Rest:
         """A validation begins, and has its loaders: give it the numbers of batches that it has had from them."""
         self._trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(self._validated)
         self._validated = {}
+
+
+def _counts(loop: Any, prefix: str = "") -> dict[str, Any]:
+    """As `loop.state_dict()`, which is slow: it copies each number with `copy.deepcopy`."""
+    found = {f"{prefix}state_dict": loop.on_save_checkpoint()}
+    found[f"{prefix}state_dict"].pop("combined_loader", None)  # the loader begins where the counts say
+    for name, each in vars(loop).items():
+        if isinstance(each, pl.loops.progress._BaseProgress):
+            found[prefix + name] = _plain(each)
+        elif isinstance(each, pl.loops.loop._Loop):
+            found |= _counts(each, f"{prefix}{name}.")
+    return found
+
+
+def _plain(progress: Any) -> dict[str, Any]:
+    known = pl.loops.progress._BaseProgress
+    return {name: _plain(each) if isinstance(each, known) else each for name, each in vars(progress).items()}
+
+
+def _scale(plugin: Any) -> dict[str, Any]:
+    """As `plugin.state_dict()`, which would wait for a GPU in each step: a scaler's numbers stay tensors."""
+    scaler = getattr(plugin, "scaler", None)
+    if not isinstance(scaler, torch.amp.GradScaler) or scaler._scale is None or scaler._growth_tracker is None:
+        return dict(plugin.state_dict())
+    return {
+        "scale": scaler._scale.clone(),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "_growth_tracker": scaler._growth_tracker.clone(),
+    }
 
 
 def _metrics(connector: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -177,9 +213,9 @@ class Means:
 
     def _gather(self, names: list[str]) -> torch.Tensor:
         own = self._own(names)
-        found = own.new_empty(self._trainer.world_size, len(own))
-        dist.all_gather(list(found.unbind()), own)
-        return found
+        found = own.new_empty(self._trainer.world_size * len(own))
+        _gather(found, own)  # `all_gather` would copy the numbers of each rank once more
+        return found.view(-1, len(own))
 
 
 def _number(names: list[str]) -> float:
@@ -192,15 +228,18 @@ def _joined(values: list[torch.Tensor | None], device: torch.device) -> torch.Te
     kinds = {each.dtype for each in values if each is not None}
     kind = kinds.pop() if len(kinds) == 1 else torch.float64
     zero = torch.zeros((), dtype=kind, device=device)
-    return torch.stack([zero if each is None else each.detach().reshape(()).to(device, kind) for each in values])
+    return torch.stack([zero if each is None else each.detach().reshape(()).to(device, kind, True) for each in values])
 
 
 def _describe(name: str, item: Any) -> dict[str, Any]:
     meta = item.meta
+    if meta.sync.group is not None:
+        raise SpotrunError(f"run.fit does not support self.log({meta.name!r}, …, sync_dist_group=…)")
     plain = {each.name: getattr(meta, each.name) for each in fields(meta) if each.name not in ("reduce_fx", "_sync")}
     return {
         "name": name,
         "meta": {**plain, "reduce_fx": meta.reduce_fx.__name__},
+        "python": meta.reduce_fx in _PYTHON,  # Lightning compares the functions
         "sync": meta.sync.should,
         "reset": item.has_reset,
         "updates": item._update_count,
@@ -210,7 +249,9 @@ def _describe(name: str, item: Any) -> dict[str, Any]:
 
 
 def _made(described: dict[str, Any], trainer: Any) -> Any:
-    meta = results._Metadata(**described["meta"])
+    given = dict(described["meta"])
+    name = given.pop("reduce_fx")
+    meta = results._Metadata(**given, reduce_fx=getattr(builtins if described["python"] else torch, name))
     meta.sync = results._Sync(_should=described["sync"], fn=trainer.strategy.reduce)
     return results._ResultMetric(meta, is_tensor=True)
 

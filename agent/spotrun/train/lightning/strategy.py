@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 class Workers(pl.strategies.DDPStrategy):
     """As `DDPStrategy`, but the process group and the model wrapper are spotrun's.
 
-    given: the strategy that it takes the place of.
+    given: the strategy that it takes the place of. layer_sync: what makes layers exchange values, such as BatchNorm's.
     """
 
-    def __init__(self, run: Run, given: Any) -> None:
+    def __init__(self, run: Run, given: Any, layer_sync: Any) -> None:
         super().__init__(
             accelerator=given.accelerator,
             parallel_devices=[run.device] * workers_per_node(),
@@ -42,7 +42,7 @@ class Workers(pl.strategies.DDPStrategy):
             **getattr(given, "_ddp_kwargs", {}),
         )
         self._run = run
-        self._layer_sync = getattr(given, "_layer_sync", None)
+        self._layer_sync = layer_sync  # a strategy for one device does not keep it
         self.set_world_ranks()
 
     @property
@@ -55,13 +55,13 @@ class Workers(pl.strategies.DDPStrategy):
 
     @property
     def world_size(self) -> int:
-        if not _is_of_lightning(sys._getframe(2)):  # (1) is Lightning's property `Trainer.world_size`
+        if _is_asked_by_script():
             self._run._size_is_read("trainer.world_size")
         return rank_and_world()[1]
 
     @property
     def num_nodes(self) -> int:
-        if not _is_of_lightning(sys._getframe(2)):
+        if _is_asked_by_script():
             self._run._size_is_read("trainer.num_nodes")
         return rank_and_world()[1] // workers_per_node()
 
@@ -112,7 +112,8 @@ class Workers(pl.strategies.DDPStrategy):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The gradients come before the optimizer's step, not in it: the state is whole until all workers have them."""
         plugin: Any = self.precision_plugin
-        if getattr(plugin, "scaler", None) is not None:  # it does so
+        own = not type(plugin).optimizer_step.__module__.startswith(pl.__name__)
+        if own or getattr(plugin, "scaler", None) is not None:  # a scaler does so
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         result = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         optimizer.step(**kwargs)
@@ -124,14 +125,20 @@ class Workers(pl.strategies.DDPStrategy):
         sampler = getattr(dataloader, "sampler", None)
         if isinstance(sampler, DistributedSampler):
             sampler.rank = self.global_rank
-        if trainer.training:
-            return begins_at(dataloader, lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-        return dataloader
+        return with_beginning(dataloader) if trainer.training else dataloader
 
 
 def workers_per_node() -> int:
     """How many workers each node has."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _is_asked_by_script() -> bool:
+    """Whether the script reads the property that calls this, and not Lightning or spotrun."""
+    frame: Any = sys._getframe(2)
+    if _is_of_lightning(frame) and frame.f_code.co_name in ("world_size", "num_nodes"):
+        frame = frame.f_back  # out of `Trainer.world_size`
+    return not _is_of_lightning(frame)
 
 
 def _is_of_lightning(frame: FrameType) -> bool:
@@ -140,28 +147,40 @@ def _is_of_lightning(frame: FrameType) -> bool:
     return frame.f_globals["__name__"].split(".")[0] in own
 
 
-def begins_at(loader: Any, position: Callable[[], int]) -> Any:
-    """Have the loader begin with the batch of this number in each epoch. It does not load the ones before."""
+def with_beginning(loader: Any) -> Any:
+    """Have the loader begin where `begin_at` says. It does not load the batches before."""
     if not isinstance(loader, DataLoader):
         raise SpotrunError(f"run.fit needs a torch.utils.data.DataLoader for training, not a {type(loader).__name__}")
     if isinstance(loader.dataset, IterableDataset):
         raise SpotrunError("run.fit does not support an IterableDataset for training")
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    whole = getattr(loader, name)
-    if not isinstance(whole, Remaining):
-        vars(loader)[name] = Remaining(whole, position)  # a DataLoader forbids the plain assignment
+    name = _sampler_name(loader)
+    if not isinstance(whole := getattr(loader, name), Remaining):
+        vars(loader)[name] = Remaining(whole)  # a DataLoader forbids the plain assignment
     return loader
 
 
-class Remaining:
-    """What is left of a sampler's epoch. The sampler draws its order when the epoch begins."""
+def begin_at(combined: Any, done: int) -> None:
+    """Have the loader of the training samples skip so many batches when it is asked for its next epoch."""
+    if len(loaders := combined.flattened) != 1:
+        raise SpotrunError(f"run.fit needs one DataLoader for training, not {len(loaders)}")
+    getattr(loaders[0], _sampler_name(loaders[0])).done = done
 
-    def __init__(self, whole: Any, position: Callable[[], int]) -> None:
-        self._whole, self._position = whole, position
+
+def _sampler_name(loader: Any) -> str:
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+
+
+class Remaining:
+    """What is left of a sampler's epoch. The sampler draws its order when the epoch begins.
+
+    done: what it has had. It is 0 outside of `begin_at`, because a script may go through its loader for other ends.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        self._whole, self.done = whole, 0
 
     def __iter__(self) -> Iterator[Any]:
-        left = iter(self._whole)
-        done = self._position()
+        left, done = iter(self._whole), self.done
         first = list(itertools.islice(left, done + 1))[done:]
         return itertools.chain(first, left)
 
