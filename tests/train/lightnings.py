@@ -11,10 +11,10 @@ from unittest.mock import patch
 import pytorch_lightning as pl
 import torch
 import torchmetrics
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from pytorch_lightning.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from pytorch_lightning.loggers import CSVLogger, Logger
 from torch import nn
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 
 import spotrun
 from spotrun.errors import SpotrunError
@@ -136,10 +136,11 @@ def with_workers(plan: Any, out: Path) -> None:
 
 
 class Data(pl.LightningDataModule):
-    """Its loaders draw an order from the global generator."""
+    """Its loaders draw an order, from a generator of its own."""
 
     def train_dataloader(self) -> Any:
-        weights = WeightedRandomSampler([1 + number % 3 for number in range(SAMPLES)], SAMPLES)
+        own = torch.Generator().manual_seed(3)
+        weights = WeightedRandomSampler([1 + number % 3 for number in range(SAMPLES)], SAMPLES, generator=own)
         return DataLoader(Noisy(), BATCH, sampler=weights, drop_last=True)
 
     def val_dataloader(self) -> Any:
@@ -260,9 +261,9 @@ def rare(plan: Any, out: Path) -> None:
 
 
 def stopping(plan: Any, out: Path) -> None:
-    """Its training stops early: its loss never counts as better."""
+    """Its training stops early: its loss never counts as better. Its numbers have 64 bits."""
     early = EarlyStopping("val_loss", mode="max", patience=3, min_delta=100.0)
-    script = Fitted(plan, out, callbacks=[early], val_check_interval=2)
+    script = Fitted(plan, out, callbacks=[early], val_check_interval=2, precision="64-true")
     script.fit()
     if plan.fail_at == script.run.step:
         raise ValueError("a bug in the script")
@@ -296,6 +297,7 @@ def refused(plan: Any, out: Path) -> None:
     attempt(pl.Trainer(reload_dataloaders_every_n_epochs=1, **given), net)
     attempt(pl.Trainer(val_check_interval="00:00:10:00", **given), net)
     attempt(pl.Trainer(callbacks=[StochasticWeightAveraging(1e-2)], **given), net)
+    attempt(pl.Trainer(callbacks=[BackboneFinetuning()], **given), net)
     with patch("spotrun.train.lightning.package._OLDEST", (99, 5)):
         attempt(trainer, net)
     net.automatic_optimization = False
@@ -321,6 +323,18 @@ def sized(plan: Any, out: Path) -> None:
     script.fit()
 
 
+class Dealt(Data):
+    """Its sampler, made in the set-up, deals out the samples to the workers of then."""
+
+    def setup(self, stage: str) -> None:
+        self.sampler: Any = DistributedSampler(Numbered())
+
+
+def dealt(plan: Any, out: Path) -> None:
+    script = Fitted(plan, out)
+    script.run.fit(script.trainer, script.net, datamodule=Dealt())
+
+
 class Many(Net):
     """It logs more metrics than can be kept."""
 
@@ -338,6 +352,11 @@ def many(plan: Any, out: Path) -> None:
 def without_a_length(plan: Any, out: Path) -> None:
     """Its samples come from an IterableDataset."""
     Fitted(plan, out).fit(DataLoader(Buffered(), BATCH))
+
+
+def with_several_loaders(plan: Any, out: Path) -> None:
+    """Each of its batches is a dict of two."""
+    Fitted(plan, out).fit({name: DataLoader(Numbered(), BATCH) for name in "ab"})
 
 
 def with_callbacks(plan: Any, out: Path) -> None:

@@ -150,12 +150,19 @@ def test_training_that_has_ended_does_not_go_on(tmp_path: Path, stop_at: int) ->
     same(cluster, undisturbed)
 
 
-def test_a_set_up_that_depends_on_the_number_of_workers(job: Regroups) -> None:
-    """A new worker would have another learning rate, so all restart."""
-    newcomer = job.warm_up("c", 1, end=EXIT_PEER, script="lightnings.sized")
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("sized", "the script reads trainer.world_size before run.track"),
+        ("dealt", "the script uses torch's DistributedSampler, which keeps the number of workers"),
+    ],
+)
+def test_a_set_up_that_depends_on_the_number_of_workers(job: Regroups, script: str, why: str) -> None:
+    """A new worker would have another learning rate, or other samples, so all restart."""
+    newcomer = job.warm_up("c", 1, end=EXIT_PEER, script=f"lightnings.{script}")
     newcomer.process.join(60)
     assert newcomer.process.exitcode == EXIT_PEER
-    assert "the script reads trainer.world_size before run.track" in job.cluster.log()
+    assert why in job.cluster.log()
 
 
 def test_frozen_parameters_are_in_no_snapshot(tmp_path: Path) -> None:
@@ -184,6 +191,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "does not support reload_dataloaders_every_n_epochs",
         "does not support a val_check_interval that is a time",
         "does not support StochasticWeightAveraging",
+        "does not support BackboneFinetuning",
         f"needs pytorch_lightning 99.5 or newer, not {version('pytorch-lightning')}",
         "does not support manual optimization",
         "leave out run.ddp, and give run.fit the module itself",
@@ -192,6 +200,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ]
     for script, message in (
         ("without_a_length", "does not support an IterableDataset"),
+        ("with_several_loaders", "needs one DataLoader for training, not several"),
         ("with_callbacks", "does not support StochasticWeightAveraging"),
         ("many", "training_step logs 259 metrics with on_epoch or sync_dist; at most 256 can be kept"),
     ):

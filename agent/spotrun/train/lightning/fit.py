@@ -25,9 +25,7 @@ def fit(run: Run, trainer: Any, args: tuple[Any, ...], options: dict[str, Any]) 
     module = args[0] if args else options.get("model")
     _check(run, trainer, module)
     boundary = run._boundary
-    boundary.loop.enters_again = boundary.loop.renews_samplers = True
-    if run._membership is not None:
-        run._membership.loop = boundary.loop
+    boundary.loop.enters_again = True
     with boundary.exit_if_a_peer_fails:
         trainer._accelerator_connector.strategy = Workers(run, trainer.strategy)
         # Lightning's handler, and its message in each step, would wait for workers that are gone.

@@ -26,12 +26,14 @@ from spotrun.train.changing import Changing
 from spotrun.train.frameworks import LeaveLoop, until_it_ends
 from spotrun.train.lightning.package import pl
 from spotrun.train.lightning.state import Rest
-from spotrun.train.rng import reseed
+from spotrun.train.lightning.strategy import generators
+from spotrun.train.rng import derive, reseed
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
 
-_CALLBACKS = (  # they change what a snapshot does not have, or train by themselves
+_CALLBACKS = (  # they change what a snapshot does not have (as an optimizer's groups), or train by themselves
+    pl.callbacks.BaseFinetuning,
     pl.callbacks.BatchSizeFinder,
     pl.callbacks.GradientAccumulationScheduler,
     pl.callbacks.LearningRateFinder,
@@ -57,6 +59,7 @@ class TrainingLoop:
         self._steps = Steps(run, trainer, self._rest)
         trainer.callbacks.insert(0, self._steps)
         self._again = False  # whether the loops must begin in the middle of an epoch
+        self._seeds: dict[torch.Generator, int] = {}  # that the script gave to a loader's generators
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._loop, self._check_sanity = fit.run, trainer._run_sanity_check
         self._reset_fit, self._reset_epoch = fit.reset, epoch.reset
@@ -83,9 +86,12 @@ class TrainingLoop:
             boundary.finish(True)
 
     def reset_fit(self) -> None:
+        fit = self._trainer.fit_loop
+        if len(fit._combined_loader.flattened) > 1:  # a shorter one begins again within an epoch
+            raise SpotrunError("run.fit needs one DataLoader for training, not several")
         self._reset_fit()
         if self._again:
-            self._trainer.fit_loop._restart_stage = pl.loops.fit_loop.RestartStage.RESTARTED_MID_EPOCH
+            fit._restart_stage = pl.loops.fit_loop.RestartStage.RESTARTED_MID_EPOCH
 
     def reset_epoch(self) -> None:
         if not self._again:
@@ -98,6 +104,8 @@ class TrainingLoop:
         run._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
         # The loader draws its seed, and some samplers draw an order that must be the same on all ranks.
         reseed(run._state.seed, "epoch", self._trainer.current_epoch)
+        for each in generators(fit._combined_loader.flattened[0]):
+            each.manual_seed(derive(self._seeds.setdefault(each, each.initial_seed()), self._trainer.current_epoch))
         iter(fetcher)
         fit._resuming_from_checkpoint = True  # so Lightning does not do that again
         self._start_epoch(fetcher)
@@ -121,6 +129,7 @@ class TrainingLoop:
         self._model = trainer.strategy.model if whole else Changing(module)
         self._forward = module.forward
         run.track(model=self._model, optimizer=trainer.optimizers[0], trainer=self._rest)
+        run._boundary.loop.renews_samplers = True  # one that the set-up has made would have a newcomer's number
         if run._membership is not None:
             schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
             run._membership.see_tracked(*schedulers, getattr(trainer.precision_plugin, "scaler", None))

@@ -142,6 +142,14 @@ def begins_at(loader: Any, position: Callable[[], int]) -> Any:
     return loader
 
 
+def generators(loader: Any) -> list[torch.Generator]:
+    """Those that the script gave to this loader or to its sampler, which Lightning may have wrapped."""
+    sampler = getattr(loader, "sampler", None)
+    inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
+    found = [getattr(each, "generator", None) for each in (loader, sampler, loader.batch_sampler, inner)]
+    return [each for each in dict.fromkeys(found) if isinstance(each, torch.Generator)]
+
+
 class Remaining:
     """What is left of a sampler's epoch. The sampler draws its order when the epoch begins."""
 
