@@ -203,7 +203,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert [line.partition("run.fit")[2].lstrip(": ") for line in found] == [
         "takes a Trainer of Lightning, not spotrun.train.run.Run: write run.fit(trainer, module, …)",
         "takes a LightningModule of pytorch_lightning, not NoneType: write run.fit(trainer, module, …)",
-        "takes a LightningModule of pytorch_lightning, not OptimizedModule: compile its layers instead",
         "takes a LightningModule of pytorch_lightning, not LightningModule: import the Trainer and the module from one "
         "package",
         "the Trainer has devices=2, and the number of workers on each node is 1: leave out devices and num_nodes, "
@@ -221,9 +220,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for script, message in (
         ("grouped", "does not support self.log('part', …, sync_dist_group=…)"),
         ("synchronized", "SyncBatchNorm expected input tensor to be on GPU"),
-        ("two_loaders", "needs one DataLoader for training, not 2"),
         ("without_a_length", "does not support an IterableDataset"),
-        ("with_two_loaders", "needs one DataLoader for training, not a dict of them"),
+        ("with_two_loaders", "needs one DataLoader for training, not 2"),
         ("with_callbacks", "does not support StochasticWeightAveraging"),
         ("many", "training_step logs 259 metrics with on_epoch or sync_dist; at most 256 can be kept"),
     ):

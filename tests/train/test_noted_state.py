@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
@@ -241,6 +242,13 @@ def hooked() -> nn.Module:
     return module
 
 
+def saved_metric() -> nn.Module:
+    """A metric with its values in its state_dict."""
+    metric = torchmetrics.MeanMetric()
+    metric.persistent(True)
+    return metric
+
+
 def view_of_a_larger_tensor() -> nn.Module:
     """Its weight is a part of another tensor."""
     module = nn.Linear(2, 2)
@@ -289,6 +297,8 @@ def with_tensor(script: Script, value: torch.Tensor) -> Any:
         (lambda script: with_lambda(script, lambda epoch: 0.9), True),
         (lambda script: with_tensor(script, torch.tensor(0.1)), False),
         (lambda _: nn.Linear(2, 2), True),
+        (lambda _: nn.Sequential(torchmetrics.MeanMetric()), True),
+        (lambda _: saved_metric(), False),
     ],
 )
 def test_which_objects_can_be_kept_in_memory(script: Script, more: Callable[[Script], Any], known: bool) -> None:

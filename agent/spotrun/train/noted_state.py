@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 import types
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -263,11 +264,18 @@ def _has_more(module: nn.Module) -> bool:
     """Whether the module's state has more than parameters and buffers."""
     kind, plain = type(module), nn.Module
     return (
-        kind.state_dict not in (plain.state_dict, Parallel.state_dict)
+        not (kind.state_dict in (plain.state_dict, Parallel.state_dict) or _saves_nothing(module))
         or kind.get_extra_state is not plain.get_extra_state
         or not kind._save_to_state_dict.__module__.startswith("torch.nn.")
         or bool(module._state_dict_hooks or module._state_dict_pre_hooks)
     )
+
+
+def _saves_nothing(module: nn.Module) -> bool:
+    """Whether it is a metric of torchmetrics. Its state_dict has its values only if the script asks for that."""
+    metrics: Any = sys.modules.get("torchmetrics")
+    kept: Any = getattr(module, "_persistent", {})
+    return metrics is not None and type(module).state_dict is metrics.Metric.state_dict and not any(kept.values())
 
 
 def _touch(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -299,7 +299,7 @@ class Membership:
         make: Any = DistributedSampler.__init__
 
         def noted(sampler: DistributedSampler[Any], *args: Any, **options: Any) -> None:
-            if not (self.loop.renews_samplers and self._tracked):  # in its set-up, a newcomer is alone
+            if not self.loop.renews_samplers:
                 self.restarts("the script uses torch's DistributedSampler, which keeps the number of workers")
             make(sampler, *args, **options)
 

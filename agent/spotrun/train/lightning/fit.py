@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from spotrun.errors import SpotrunError
 from spotrun.train.frameworks import refuse_elastic
 from spotrun.train.lightning.loop import TrainingLoop, refuse_callbacks
@@ -28,9 +26,7 @@ def fit(run: Run, trainer: Any, args: tuple[Any, ...], options: dict[str, Any]) 
     module = getattr(module, "_orig_mod", module)  # `torch.compile` wraps it, and Lightning unwraps it
     _check(run, trainer, module)
     boundary = run._boundary
-    boundary.loop.enters_again = boundary.loop.renews_samplers = True
-    if run._membership is not None:
-        run._membership.loop = boundary.loop
+    boundary.loop.enters_again = True
     with boundary.exit_if_a_peer_fails:
         connector = trainer._accelerator_connector
         connector.strategy = Workers(run, trainer.strategy, connector._layer_sync)
@@ -45,9 +41,7 @@ def _check_module(module: Any) -> None:
     if isinstance(module, pl.LightningModule):
         return
     advice = "write run.fit(trainer, module, …)"
-    if isinstance(module, torch._dynamo.OptimizedModule):
-        advice = "compile its layers instead"
-    elif any(each.__module__.startswith(("lightning.", "pytorch_lightning.")) for each in type(module).__mro__):
+    if any(each.__module__.startswith(("lightning.", "pytorch_lightning.")) for each in type(module).__mro__):
         advice = "import the Trainer and the module from one package"
     raise SpotrunError(f"run.fit takes a LightningModule of {pl.__name__}, not {type(module).__name__}: {advice}")
 

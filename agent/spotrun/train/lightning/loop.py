@@ -26,13 +26,13 @@ from spotrun.train.changing import Changing
 from spotrun.train.frameworks import LeaveLoop, until_it_ends
 from spotrun.train.lightning.package import pl
 from spotrun.train.lightning.state import Rest
-from spotrun.train.lightning.strategy import begin_at
-from spotrun.train.rng import reseed
+from spotrun.train.lightning.strategy import begin_at, generators
+from spotrun.train.rng import derive, reseed
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
 
-_CALLBACKS = (  # they change what a snapshot does not have, or train by themselves
+_CALLBACKS = (  # they change what a snapshot does not have (as an optimizer's groups), or train by themselves
     pl.callbacks.BaseFinetuning,
     pl.callbacks.BatchSizeFinder,
     pl.callbacks.GradientAccumulationScheduler,
@@ -59,6 +59,7 @@ class TrainingLoop:
         self._steps = Steps(run, trainer, self._rest)
         trainer.callbacks.insert(0, self._steps)
         self._again = False  # whether the loops must begin in the middle of an epoch
+        self._seeds: dict[torch.Generator, int] = {}  # that the script gave to a loader's generators
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._loop, self._check_sanity = fit.run, trainer._run_sanity_check
         self._reset_fit, self._reset_epoch = fit.reset, epoch.reset
@@ -101,6 +102,8 @@ class TrainingLoop:
         # The loader draws its seed, and some samplers draw an order that must be the same on all ranks.
         reseed(run._state.seed, "epoch", self._trainer.current_epoch)
         begin_at(fit._combined_loader, fit.epoch_loop.batch_progress.current.ready)
+        for each in generators(fit._combined_loader.flattened[0]):
+            each.manual_seed(derive(self._seeds.setdefault(each, each.initial_seed()), self._trainer.current_epoch))
         iter(fetcher)
         fit._resuming_from_checkpoint = True  # so Lightning does not do that again
         self._start_epoch(fetcher)
@@ -124,6 +127,7 @@ class TrainingLoop:
         self._model = trainer.strategy.model if whole else Changing(module)
         self._forward = module.forward
         run.track(model=self._model, optimizer=trainer.optimizers[0], trainer=self._rest)
+        run._boundary.loop.renews_samplers = True  # one that the set-up has made would have a newcomer's number
         if run._membership is not None:
             schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
             run._membership.see_tracked(*schedulers, getattr(trainer.precision_plugin, "scaler", None))
@@ -187,10 +191,7 @@ class Steps(pl.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         run, self._done = self._run, False
-        loader = trainer.train_dataloader
-        if isinstance(loader, dict | list | tuple):  # each has a length of its own, and Lightning may begin it again
-            raise SpotrunError(f"run.fit needs one DataLoader for training, not a {type(loader).__name__} of them")
-        size = getattr(loader, "batch_size", None) or 0
+        size = getattr(trainer.train_dataloader, "batch_size", None) or 0
         self._samples = size * trainer.accumulate_grad_batches
         run._sizes, run._epochs = (0.0, self._samples * run.world_size), sys.maxsize
         total = trainer.estimated_stepping_batches

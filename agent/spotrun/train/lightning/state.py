@@ -245,6 +245,7 @@ def _describe(name: str, item: Any) -> dict[str, Any]:
         "updates": item._update_count,
         "cached": item._forward_cache is not None,
         "double": item.value.dtype == torch.float64,
+        "begins_double": item._defaults["value"].dtype == torch.float64,  # in each epoch
     }
 
 
@@ -253,7 +254,10 @@ def _made(described: dict[str, Any], trainer: Any) -> Any:
     name = given.pop("reduce_fx")
     meta = results._Metadata(**given, reduce_fx=getattr(builtins if described["python"] else torch, name))
     meta.sync = results._Sync(_should=described["sync"], fn=trainer.strategy.reduce)
-    return results._ResultMetric(meta, is_tensor=True)
+    item = results._ResultMetric(meta, is_tensor=True)
+    default = item._defaults["value"]
+    item._defaults["value"] = default.to(torch.float64 if described["begins_double"] else torch.float32)
+    return item
 
 
 def _fill(item: Any, described: dict[str, Any], numbers: list[float]) -> None:

@@ -161,9 +161,17 @@ def with_beginning(loader: Any) -> Any:
 
 def begin_at(combined: Any, done: int) -> None:
     """Have the loader of the training samples skip so many batches when it is asked for its next epoch."""
-    if len(loaders := combined.flattened) != 1:
+    if len(loaders := combined.flattened) != 1:  # a shorter one would begin again within an epoch
         raise SpotrunError(f"run.fit needs one DataLoader for training, not {len(loaders)}")
     getattr(loaders[0], _sampler_name(loaders[0])).done = done
+
+
+def generators(loader: Any) -> list[torch.Generator]:
+    """Those that the script gave to this loader or to its sampler, which Lightning may have wrapped."""
+    sampler = getattr(loader, "sampler", None)
+    inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
+    found = [getattr(each, "generator", None) for each in (loader, sampler, loader.batch_sampler, inner)]
+    return [each for each in dict.fromkeys(found) if isinstance(each, torch.Generator)]
 
 
 def _sampler_name(loader: Any) -> str:
