@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from spotrun.errors import SpotrunError
-from spotrun.train.rng import derive, reseed
+from spotrun.train.rng import Seeds, derive, prepare, reseed
 from spotrun.train.sampler import ElasticSampler, share, taken
 
 AT_ONCE = 64  # batches that are described together: one in each step took 20 µs more (bench/RESULTS.md)
@@ -100,16 +100,16 @@ def plain(consumed: int, total: int | None, batch: int, accumulate: int = 1) -> 
             yield Batch(1 / rounds, number == rounds - 1, start + number + 1, batch, number)
 
 
-def with_seeds(described: Iterator[Batch], seed: int, step: int, rank: int) -> Iterator[tuple[Batch, int]]:
-    """The batches, each with the seed of its random numbers. step: that of the first batch."""
+def with_seeds(described: Iterator[Batch], seed: int, step: int, rank: int) -> Iterator[tuple[Batch, Seeds]]:
+    """The batches, each with the seeds of its random numbers. step: that of the first batch."""
     return itertools.chain.from_iterable(_with_seeds(described, seed, step, rank))
 
 
-def _with_seeds(described: Iterator[Batch], seed: int, step: int, rank: int) -> Iterator[list[tuple[Batch, int]]]:
+def _with_seeds(described: Iterator[Batch], seed: int, step: int, rank: int) -> Iterator[list[tuple[Batch, Seeds]]]:
     while part := list(itertools.islice(described, AT_ONCE)):
         found = []
         for batch in part:
-            found.append((batch, derive(seed, step, batch.number, rank)))
+            found.append((batch, prepare(seed, step, batch.number, rank)))
             step += batch.last
         yield found
 

@@ -32,7 +32,7 @@ from spotrun.train.distributed import (
 from spotrun.train.encoding import Stateful
 from spotrun.train.parallel import Parallel, include_unfrozen
 from spotrun.train.regroup import Membership
-from spotrun.train.rng import reseed, seed_all
+from spotrun.train.rng import Seeds, reseed, seed_all
 from spotrun.train.sampler import ElasticSampler, when_asked
 from spotrun.train.training_state import TrainingState
 
@@ -230,9 +230,9 @@ class Run:
         with boundary.loop, boundary.snapshots.guard or nullcontext():  # later code may change the state in any way
             feed = self._feed(loader, accumulate)
             while (coming := next(feed, None)) is not None:
-                current, value = coming
+                current, seeds = coming
                 self._batch = current
-                seed_all(value)
+                seed_all(seeds)
                 batch = self._ahead.pop() if self._ahead else next(self._iterator, batches.END)
                 if batch is batches.END:
                     break
@@ -363,7 +363,7 @@ class Run:
             raise SpotrunError("run.steps before run.track(…): nothing is tracked, so no state can be saved")
         batches.check(loader, self._state.objects.values())
 
-    def _feed(self, loader: Any, accumulate: int) -> Iterator[tuple[batches.Batch, int]]:
+    def _feed(self, loader: Any, accumulate: int) -> Iterator[tuple[batches.Batch, Seeds]]:
         """Start the loader at the restored position, and describe the batches that it will give, with their seeds."""
         described = self._describe(loader, accumulate)
         return batches.with_seeds(described, self._state.seed, self.step, self.rank)
