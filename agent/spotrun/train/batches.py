@@ -6,7 +6,8 @@ import itertools
 import logging
 import operator
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
@@ -22,7 +23,8 @@ log = logging.getLogger(__name__)
 _TORCHS = (BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # each rank draws for itself
 
 
-class Batch(NamedTuple):
+@dataclass(slots=True)
+class Batch:
     """One batch of one rank."""
 
     weight: float  # factor for its mean loss: makes DDP's mean over ranks the mean over all samples of the step
@@ -114,19 +116,17 @@ def _with_seeds(described: Iterator[Batch], seed: int, step: int, rank: int) -> 
         yield found
 
 
-def begin_at(
-    loader: Any, seed: int, epoch: int, step: int, rank: int, count: int, accumulate: int
-) -> tuple[Iterator[Any], list[Any]]:
+def begin_at(loader: Any, seed: int, epoch: int, step: int, rank: int, count: int, accumulate: int) -> Iterator[Any]:
     """Start a loader without an ElasticSampler, and skip the `count` batches that this epoch has had.
 
-    Returns the loader's iterator, and the batches that were fetched early. step: the next one.
+    The first batch is fetched now, because the loader shuffles then. step: the next one.
     """
     iterator = begin(loader, seed, epoch, rank)
     first = next(iterator, END)
     if not count:
-        return iterator, [first]
+        return itertools.chain([first], iterator)
     _skip(iterator, count, seed, step, accumulate, rank)
-    return iterator, []
+    return iterator
 
 
 def begin(loader: Any, seed: int, epoch: int, rank: int) -> Iterator[Any]:

@@ -108,7 +108,6 @@ class Run:
         self._stepped: int | None = None  # the epoch in which steps() was called
         self._sampler: ElasticSampler | None = None  # of the loader that was given to steps()
         self._iterator: Iterator[Any] = iter(())
-        self._ahead: list[Any] = []  # batches fetched early
         self._batch = batches.Batch(1.0, True, 0, 0)
         self._inside = False  # whether a step is under way
         self._tracked = False  # whether run.track has returned
@@ -233,7 +232,7 @@ class Run:
                 current, seeds = coming
                 self._batch = current
                 seed_all(seeds)
-                batch = self._ahead.pop() if self._ahead else next(self._iterator, batches.END)
+                batch = next(self._iterator, batches.END)
                 if batch is batches.END:
                     break
                 if accumulate > 1:
@@ -375,7 +374,7 @@ class Run:
         size = getattr(loader, "batch_size", None) or 1
         if sampler is None:
             total, consumed = batches.length_of(loader, accumulate), self._state.consumed
-            self._iterator, self._ahead = batches.begin_at(
+            self._iterator = batches.begin_at(
                 loader, self._state.seed, self.epoch, self.step, self.rank, consumed, accumulate
             )
             each = size * self.world_size
