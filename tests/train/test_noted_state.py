@@ -304,3 +304,16 @@ def with_tensor(script: Script, value: torch.Tensor) -> Any:
 def test_which_objects_can_be_kept_in_memory(script: Script, more: Callable[[Script], Any], known: bool) -> None:
     found = NotedState.of([*script.objects, more(script)], [script.model])
     assert (found is not None) == known
+
+
+def test_a_note_that_takes_too_long_is_made_again_later(script: Script) -> None:
+    """Until then, no optimizer has a hook."""
+    script.noted.end_step(1, step_seconds=1e9)
+    assert (script.noted.next, len(script.optimizer._optimizer_step_pre_hooks)) == (0, 1)
+    script.noted.end_step(2, step_seconds=1e-9)
+    assert (script.noted.next, len(script.optimizer._optimizer_step_pre_hooks)) == (2 + noted_state.AGAIN, 0)
+    assert not script.noted.put_back(2)  # nothing has watched it
+    script.noted.end_step(script.noted.next, step_seconds=1e9)
+    assert script.noted.put_back(2 + noted_state.AGAIN)
+    script.step()
+    assert not script.noted.put_back(2 + noted_state.AGAIN)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy
+import pytest
 import torch
 
-from spotrun.train import batches
-from spotrun.train.rng import reseed, seed_all
+from spotrun.train import batches, rng
+from spotrun.train.rng import prepare, reseed, seed_all
 
 
 def draws() -> tuple[float, ...]:
@@ -44,16 +46,41 @@ def test_each_generator_is_seeded_as_by_its_own_function() -> None:
     assert own == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
 
 
+def test_what_is_prepared_does_the_same() -> None:
+    """Also if nothing is drawn between two steps, if one normal number is, or if the script seeds NumPy itself."""
+    odd: list[Callable[[], object]] = [lambda: None, numpy.random.randn, lambda: numpy.random.seed(1), lambda: None]
+    for step, between in enumerate(odd * 2):
+        reseed(5, step)
+        wanted = draws()
+        for each in (step, step + 1):
+            seed_all(prepare(5, each))
+        between()
+        seed_all(prepare(5, step))
+        assert wanted == draws()
+        seed_all(prepare(5, step))
+        between()
+
+
+def test_if_nothing_was_drawn_numpy_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    reseed(5, 1)
+    wanted = draws()
+    reseed(5, 2)
+    monkeypatch.setattr(rng, "_seed_numpy", None)
+    reseed(5, 1)
+    assert wanted == draws()
+
+
 def test_a_script_may_give_numpy_another_generator() -> None:
     chosen: Any = numpy.random  # numpy's annotations do not have these functions
-    own = chosen.get_bit_generator()
+    own, early = chosen.get_bit_generator(), prepare(5, 1)
     try:
         chosen.set_bit_generator(numpy.random.PCG64(3))
         found = []
         for step in (1, 2, 1, 1):
             reseed(5, step)
             found.append(draws())
-        assert found[0] == found[2] == found[3]
+        seed_all(early)
+        assert found[0] == found[2] == found[3] == draws()
         assert found[0][2] != found[1][2]
     finally:
         chosen.set_bit_generator(own)
@@ -62,8 +89,8 @@ def test_a_script_may_give_numpy_another_generator() -> None:
 def test_the_seeds_of_batches_are_those_of_their_steps() -> None:
     count = 2 * batches.AT_ONCE + 6
     described = (batches.Batch(1.0, bool(at % 2), at, 1, number=at % 2) for at in range(count))  # two in a step
-    for at, (batch, value) in enumerate(batches.with_seeds(described, seed=5, step=7, rank=3)):
-        seed_all(value)
+    for at, (batch, seeds) in enumerate(batches.with_seeds(described, seed=5, step=7, rank=3)):
+        seed_all(seeds)
         found = draws()
         reseed(5, 7 + at // 2, at % 2, 3)
         assert (batch.end, found) == (at, draws())

@@ -8,7 +8,6 @@ import logging
 import os
 import select
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ STACKS = 2.0  # seconds for the stacks to be in the log
 STARTING = ("starting workers", "running the script's set-up", "forming the process group", "restoring the state")
 JOINING = "joining the other workers"  # in place of the set-up, which a worker that regroups does not run again
 
-_FENCE = threading.Lock()  # taking it orders memory: without it, a processor may read ahead of its own writes
+VISIBLE = 20e-6  # seconds, far more than a processor takes until others see what it has written
 
 
 @dataclass
@@ -234,9 +233,10 @@ class WorkerGroup:
             if name == "stop_at" and passed and self.stops is not None and value < self.stops:
                 self.late = value
                 continue
-            with _FENCE:
-                for each in self.workers:
-                    setattr(each.control, name, value)
+            for each in self.workers:
+                setattr(each.control, name, value)
+            if value != NONE:
+                time.sleep(VISIBLE)
             # Write first, then read: a worker that passes the step in between is seen here, or sees the step itself.
             late = value != NONE and any(each.control.step >= value for each in self.workers)
             if name == "stop_at":

@@ -6,13 +6,14 @@ import itertools
 import logging
 import operator
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from spotrun.errors import SpotrunError
-from spotrun.train.rng import derive, reseed
+from spotrun.train.rng import Seeds, derive, prepare, reseed
 from spotrun.train.sampler import ElasticSampler, share, taken
 
 AT_ONCE = 64  # batches that are described together: one in each step took 20 µs more (bench/RESULTS.md)
@@ -22,7 +23,8 @@ log = logging.getLogger(__name__)
 _TORCHS = (BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # each rank draws for itself
 
 
-class Batch(NamedTuple):
+@dataclass(slots=True)
+class Batch:
     """One batch of one rank."""
 
     weight: float  # factor for its mean loss: makes DDP's mean over ranks the mean over all samples of the step
@@ -100,33 +102,31 @@ def plain(consumed: int, total: int | None, batch: int, accumulate: int = 1) -> 
             yield Batch(1 / rounds, number == rounds - 1, start + number + 1, batch, number)
 
 
-def with_seeds(described: Iterator[Batch], seed: int, step: int, rank: int) -> Iterator[tuple[Batch, int]]:
-    """The batches, each with the seed of its random numbers. step: that of the first batch."""
+def with_seeds(described: Iterator[Batch], seed: int, step: int, rank: int) -> Iterator[tuple[Batch, Seeds]]:
+    """The batches, each with the seeds of its random numbers. step: that of the first batch."""
     return itertools.chain.from_iterable(_with_seeds(described, seed, step, rank))
 
 
-def _with_seeds(described: Iterator[Batch], seed: int, step: int, rank: int) -> Iterator[list[tuple[Batch, int]]]:
+def _with_seeds(described: Iterator[Batch], seed: int, step: int, rank: int) -> Iterator[list[tuple[Batch, Seeds]]]:
     while part := list(itertools.islice(described, AT_ONCE)):
         found = []
         for batch in part:
-            found.append((batch, derive(seed, step, batch.number, rank)))
+            found.append((batch, prepare(seed, step, batch.number, rank)))
             step += batch.last
         yield found
 
 
-def begin_at(
-    loader: Any, seed: int, epoch: int, step: int, rank: int, count: int, accumulate: int
-) -> tuple[Iterator[Any], list[Any]]:
+def begin_at(loader: Any, seed: int, epoch: int, step: int, rank: int, count: int, accumulate: int) -> Iterator[Any]:
     """Start a loader without an ElasticSampler, and skip the `count` batches that this epoch has had.
 
-    Returns the loader's iterator, and the batches that were fetched early. step: the next one.
+    The first batch is fetched now, because the loader shuffles then. step: the next one.
     """
     iterator = begin(loader, seed, epoch, rank)
     first = next(iterator, END)
     if not count:
-        return iterator, [first]
+        return itertools.chain([first], iterator)
     _skip(iterator, count, seed, step, accumulate, rank)
-    return iterator, []
+    return iterator
 
 
 def begin(loader: Any, seed: int, epoch: int, rank: int) -> Iterator[Any]:

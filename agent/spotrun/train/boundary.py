@@ -141,10 +141,10 @@ class Boundary:
             return
         stop_at, snapshot_at, profile = self.clock.tick(control, step)
         draining = step == stop_at
-        if self._noted is not None:
-            self._noted.end_step(step, self.clock.step_seconds)
+        if (noted := self._noted) is not None and step >= noted.next:
+            noted.end_step(step, self.clock.step_seconds)
         try:
-            self.snapshots.end_step(draining or step == snapshot_at, alone=draining)
+            self.snapshots.end_step(draining or step == snapshot_at, draining)
         except Exception as error:
             handled = self._end if draining or self._membership is None else self.void_if_a_peer_fails.handle
             if not handled(error):

@@ -288,7 +288,6 @@ class Clock:
         self.samples = 0
         self.due_at = 0.0
         self._resumed = time.monotonic()
-        self._ticks = 0
         self.begin()
 
     def begin(self) -> None:
@@ -305,11 +304,9 @@ class Clock:
         self.samples = 0
         self._stepping += took
         self._alone += (self.due_at or ended) - self._resumed
-        # Moving average over about five steps, without the first: it pays for lazy set-up.
-        if self._ticks:
+        if self._stepped:  # moving average over about five steps, without the first: it pays for lazy set-up
             self.step_seconds += (took - self.step_seconds) * (0.2 if self.step_seconds else 1.0)
-        self._ticks += 1
-        if not self._stepped:
+        else:
             self._stepped = True
             control.stepped_first = now
         return control.end_step(step, now, self._seen, self._stepping, self._alone)

@@ -12,7 +12,6 @@ from a snapshot. The same holds for a script that tracks objects of its own.
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 import types
@@ -22,7 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.hooks import RemovableHandle
 
+from spotrun.state.control import MOST
 from spotrun.train.encoding import Stateful
 from spotrun.train.idle_optimizer import is_idle
 from spotrun.train.parallel import Parallel
@@ -30,7 +31,7 @@ from spotrun.train.sampler import ElasticSampler
 
 SMALL = 1 << 20  # bytes of all buffers together: so many are copied in each step, not more
 SHARE = 0.002  # of a step: what a note may take, unless `always`; 11 µs with 8 parameters, 1.4 ms with 1,000
-AGAIN = 100  # steps without a note until one is made all the same: its time may be shorter now
+AGAIN = 100  # steps from such a note to the next one: it may take a smaller part then
 
 _State = tuple[Any, Any, Any, int]  # a parameter, the name of a value, the value, its version
 
@@ -66,9 +67,9 @@ class NotedState:
     def __init__(self, objects: Collection[Stateful], models: Sequence[Parallel], always: bool = False) -> None:
         self._always = always
         self._lost = False  # whether an object of the script is not what it seems
+        self.next = 0  # no step before this one is noted: a note takes too large a part of a step
         self.unsure = False  # whether a message of this step may be wrong, because an abort has spoilt it
-        self._seconds = math.inf  # that a note takes
-        self._skipped = 0  # steps since the last note
+        self._seconds = 0.0  # that a note takes; 0: unknown
         self._places: set[int] | None = None  # where the memory of the noted tensors is; None: not known yet
         self._modules = [*models, *(each for each in objects if isinstance(each, nn.Module))]
         self._optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
@@ -76,7 +77,7 @@ class NotedState:
         self._schedulers += [inner for each in self._schedulers for inner in inside(each)]
         self._scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler)]
         self._step = -1  # of the noted state; -1: none is noted
-        self._hooked = False
+        self._hooks: list[RemovableHandle] = []
         _watch()
         self._parameters, self._buffers = _parameters(self._modules), _buffers(self._modules)
         self._copies = [torch.empty_like(each) for each in self._buffers]
@@ -89,39 +90,33 @@ class NotedState:
     def begin(self, step: int, step_seconds: float, inside: bool) -> None:
         """A generation begins with this step. inside: the script is in its loop over steps."""
         self.unsure = False
-        if inside:
+        if inside and not self._lost:
             self.end_step(step, step_seconds)
 
     def end_step(self, step: int, step_seconds: float) -> None:
-        """A step has ended: note the state, if that pays. If it may be wrong, forget it."""
-        self.note_if_it_pays(step, step_seconds)
-        if self.unsure:
-            self.unsure = False
-            self.forget()
+        """A step has ended: note the state. If it may be wrong, forget it. Call it at `next` and the steps after it.
 
-    def note_if_it_pays(self, step: int, step_seconds: float) -> None:
-        """Note the state, unless that takes too large a part of a step. step_seconds: of a usual step; 0: unknown."""
-        if self._lost:
-            return
-        self._skipped += 1
-        known = self._skipped < AGAIN and step_seconds > 0 and self._seconds < math.inf
-        if not self._always and known and self._seconds > SHARE * step_seconds:
-            return
+        step_seconds: of a usual step; 0: unknown.
+        """
         began = time.perf_counter()
         try:
             self.note(step)
         except Exception as error:
             self._do_without(error)
-        took, self._skipped = time.perf_counter() - began, 0
-        self._seconds = took if self._seconds == math.inf else 0.5 * (self._seconds + took)
+            return
+        took = time.perf_counter() - began
+        self._seconds = 0.5 * (self._seconds + took) if self._seconds else took
+        if step_seconds and self._seconds > SHARE * step_seconds and not self._always:
+            self._rest(step + AGAIN)
+        if self.unsure:
+            self.unsure = False
+            self.forget()
 
     def note(self, step: int) -> None:
         """Note the state, which is that of this step."""
         global _touched
-        if not self._hooked:  # now: in the set-up, an optimizer with a hook would not get its state early
-            self._hooked = True
-            for each in self._optimizers:
-                each.register_step_pre_hook(_touch)
+        if not self._hooks:  # now: in the set-up, an optimizer with a hook would not get its state early
+            self._hooks = [each.register_step_pre_hook(_touch) for each in self._optimizers]
         self._step, self._places, _touched = step, None, False
         self._versions = [each._version for each in self._parameters]
         if self._copies:
@@ -157,7 +152,15 @@ class NotedState:
     def _do_without(self, error: Exception) -> None:
         log.warning("after a failure, the state comes from the newest snapshot: %s", error)
         self._lost = True
+        self._rest(MOST)
+
+    def _rest(self, until: int) -> None:
+        """Note no state before this step. Until then, a step does not wait for the optimizers' hooks."""
+        self.next = until
         self.forget()
+        for each in self._hooks:
+            each.remove()
+        self._hooks.clear()
 
     def _put_back(self, step: int) -> bool:
         groups = _groups(self._optimizers)
@@ -284,8 +287,10 @@ def _touch(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dic
     In a void step it does nothing (see `IdleOptimizer`), unless a closure computes gradients again.
     """
     global _touched
+    if _touched:
+        return
     given = (*args[1:], *options.values())  # torch counts the optimizer itself among the arguments
-    _touched = _touched or not is_idle(optimizer) or any(each is not None for each in given)
+    _touched = not is_idle(optimizer) or any(each is not None for each in given)
 
 
 def _watch() -> None:

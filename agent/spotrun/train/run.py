@@ -32,7 +32,7 @@ from spotrun.train.distributed import (
 from spotrun.train.encoding import Stateful
 from spotrun.train.parallel import Parallel, include_unfrozen
 from spotrun.train.regroup import Membership
-from spotrun.train.rng import reseed, seed_all
+from spotrun.train.rng import Seeds, reseed, seed_all
 from spotrun.train.sampler import ElasticSampler, when_asked
 from spotrun.train.training_state import TrainingState
 
@@ -108,7 +108,6 @@ class Run:
         self._stepped: int | None = None  # the epoch in which steps() was called
         self._sampler: ElasticSampler | None = None  # of the loader that was given to steps()
         self._iterator: Iterator[Any] = iter(())
-        self._ahead: list[Any] = []  # batches fetched early
         self._batch = batches.Batch(1.0, True, 0, 0)
         self._inside = False  # whether a step is under way
         self._tracked = False  # whether run.track has returned
@@ -230,10 +229,10 @@ class Run:
         with boundary.loop, boundary.snapshots.guard or nullcontext():  # later code may change the state in any way
             feed = self._feed(loader, accumulate)
             while (coming := next(feed, None)) is not None:
-                current, value = coming
+                current, seeds = coming
                 self._batch = current
-                seed_all(value)
-                batch = self._ahead.pop() if self._ahead else next(self._iterator, batches.END)
+                seed_all(seeds)
+                batch = next(self._iterator, batches.END)
                 if batch is batches.END:
                     break
                 if accumulate > 1:
@@ -363,7 +362,7 @@ class Run:
             raise SpotrunError("run.steps before run.track(…): nothing is tracked, so no state can be saved")
         batches.check(loader, self._state.objects.values())
 
-    def _feed(self, loader: Any, accumulate: int) -> Iterator[tuple[batches.Batch, int]]:
+    def _feed(self, loader: Any, accumulate: int) -> Iterator[tuple[batches.Batch, Seeds]]:
         """Start the loader at the restored position, and describe the batches that it will give, with their seeds."""
         described = self._describe(loader, accumulate)
         return batches.with_seeds(described, self._state.seed, self.step, self.rank)
@@ -375,7 +374,7 @@ class Run:
         size = getattr(loader, "batch_size", None) or 1
         if sampler is None:
             total, consumed = batches.length_of(loader, accumulate), self._state.consumed
-            self._iterator, self._ahead = batches.begin_at(
+            self._iterator = batches.begin_at(
                 loader, self._state.seed, self.epoch, self.step, self.rank, consumed, accumulate
             )
             each = size * self.world_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,11 +28,9 @@ AGAIN = 1.0  # seconds between two tries
 STALL_SHARE = 0.01  # share of training time that adaptive snapshots may cost
 
 
-def next_interval(stall: float, step_seconds: float) -> int:
-    """The smallest number of steps between snapshots that keeps a stall of `stall` seconds under 1 % of the time."""
-    if stall <= 0 or step_seconds <= 0:
-        return 1
-    return max(1, math.ceil(stall / (STALL_SHARE * max(step_seconds, 1e-6))))
+def pays(steps: int, stall: float, step_seconds: float) -> bool:
+    """Whether a stall of `stall` seconds, once in so many steps, stays under 1 % of the time; 0 seconds: not known."""
+    return step_seconds <= 0 or stall <= STALL_SHARE * step_seconds * steps
 
 
 class Snapshots:
@@ -179,7 +176,7 @@ class Snapshots:
             return self._fixed > 0 and step % self._fixed == 0
         if self._fixed:
             return writer.dropped or step % self._fixed == 0
-        return writer.dropped or step - self._newest >= next_interval(stall, self._clock.step_seconds)
+        return writer.dropped or pays(step - self._newest, stall, self._clock.step_seconds)
 
     def _announce(self, writer: Writer, step: int, stall: float | None) -> bool:
         """Have the node's workers copy the snapshot of the next step together, if one is due then and they can."""
