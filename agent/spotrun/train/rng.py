@@ -64,8 +64,8 @@ def seed_all(seeds: Seeds) -> None:
     _PYTHON.gauss_next = None
     # The script may have given NumPy another generator since then. If no word is used since `_last`, NumPy keeps no
     # normal number for its next call either.
-    known = state is not None and _NUMPY._bit_generator is _SHARED
-    if known and _words[_WORDS] == _WORDS and _words[0] == _last:
+    same = _NUMPY._bit_generator is _SHARED and _words[_WORDS] == _WORDS and _words[0] == _last
+    if same and state is not None:
         _shared[:] = state
     else:
         _seed_numpy(low)
