@@ -297,6 +297,7 @@ def plain(plan: Any, out: Path) -> None:
     shown = {"enable_checkpointing": True, "enable_progress_bar": True, "enable_model_summary": True}
     script = Fitted(plan, out, logger=CSVLogger(out / str(os.getpid())), callbacks=None, **shown)
     script.fit()
-    script.trainer.test(script.net, DataLoader(Numbered(), BATCH))
     bar: Any = script.trainer.progress_bar_callback
-    script.save(bar=bar.is_enabled)
+    shows = bar.is_enabled  # before the test, which sets it
+    script.trainer.test(script.net, DataLoader(Numbered(), BATCH))
+    script.save(shows=shows)
