@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import lightning.pytorch
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
 import torchmetrics
-from pytorch_lightning.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, Logger
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import spotrun
-from spotrun.errors import SpotrunError
-from tests.train.scripts import SAMPLES, Buffered, Numbered, Script
+from tests.train.scripts import SAMPLES, Numbered, Script
 
 BATCH, EPOCHS, ACCUMULATE = 8, 3, 2  # with two workers: 4 steps an epoch
 
@@ -241,13 +236,21 @@ def unusual(plan: Any, out: Path) -> None:
 
 
 class Rare(Net):
-    """It logs a metric object in the first batch of an epoch only, and so in a newcomer's first epoch not at all."""
+    """It logs a metric object in the first batch of an epoch only, and so in a newcomer's first epoch not at all.
+
+    It trains a layer from the second epoch on.
+    """
 
     mean: Any
 
     def __init__(self, script: Fitted) -> None:
         super().__init__(script)
         self.mean = torchmetrics.MeanMetric()
+        self.layers[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.layers[0].requires_grad_(True)
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
         loss = super().training_step(batch, number)
@@ -295,113 +298,7 @@ def plain(plan: Any, out: Path) -> None:
     shown = {"enable_checkpointing": True, "enable_progress_bar": True, "enable_model_summary": True}
     script = Fitted(plan, out, logger=CSVLogger(out / str(os.getpid())), callbacks=None, precision="64-true", **shown)
     script.fit()
-    script.trainer.test(script.net, DataLoader(Numbered(), BATCH))
     bar: Any = script.trainer.progress_bar_callback
-    script.save(bar=bar.is_enabled)
-
-
-def refused(plan: Any, out: Path) -> None:
-    """It prints what is wrong with its calls, and trains in between."""
-    script = Fitted(plan, out)
-    run, trainer, net = script.run, script.trainer, script.net
-    given = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 1}
-
-    def attempt(trainer: Any, *args: Any) -> None:
-        try:
-            run.fit(trainer, *args)
-        except SpotrunError as error:
-            print("refused:", error, flush=True)
-
-    attempt(run)
-    attempt(trainer)
-    attempt(trainer, lightning.pytorch.LightningModule())
-    attempt(pl.Trainer(devices=2, **given), net)
-    attempt(pl.Trainer(reload_dataloaders_every_n_epochs=1, **given), net)
-    attempt(pl.Trainer(val_check_interval="00:00:10:00", **given), net)
-    attempt(pl.Trainer(callbacks=[StochasticWeightAveraging(1e-2)], **given), net)
-    attempt(pl.Trainer(callbacks=[BackboneFinetuning()], **given), net)
-    with patch("spotrun.train.lightning.package._OLDEST", (99, 5)):
-        attempt(trainer, net)
-    net.automatic_optimization = False
-    attempt(trainer, net)
-    net.automatic_optimization = True
-    run.ddp(nn.Linear(2, 2))
-    attempt(trainer, net)
-    run._models.clear()
-    with patch.dict(run._state.objects, net=net):
-        attempt(trainer, net)
-    loader = DataLoader(Numbered(), BATCH)
-    run.fit(trainer, torch.compile(net, disable=True), loader, loader)
-    attempt(trainer, net)
-
-
-def sized(plan: Any, out: Path, place: Callable[[Any], Any] = lambda trainer: trainer) -> None:
-    """Its learning rate follows from the number of workers, which a newcomer does not know yet."""
-    script = Fitted(plan, out)
-
-    def configure_optimizers() -> Any:
-        return torch.optim.SGD(script.net.parameters(), lr=0.1 * place(script.trainer).world_size)
-
-    vars(script.net)["configure_optimizers"] = configure_optimizers
-    script.fit()
-
-
-def sized_by_strategy(plan: Any, out: Path) -> None:
-    sized(plan, out, lambda trainer: trainer.strategy)
-
-
-def with_sampler(plan: Any, out: Path) -> None:
-    """Its module makes a sampler in its set-up, for the number of workers."""
-    script = Fitted(plan, out)
-    vars(script.net)["setup"] = lambda stage: DistributedSampler(Numbered())
-    script.fit()
-
-
-class Many(Net):
-    """It logs more metrics than can be kept."""
-
-    def training_step(self, batch: Any, number: int) -> torch.Tensor:
-        self.log_dict({f"own {each}": each / 7 for each in range(256)}, on_epoch=True, on_step=False)
-        return super().training_step(batch, number)
-
-
-class Grouped(Net):
-    """It logs for a part of the workers."""
-
-    def training_step(self, batch: Any, number: int) -> torch.Tensor:
-        self.log("part", 1.0, sync_dist_group=dist.group.WORLD)
-        return super().training_step(batch, number)
-
-
-def _with(kind: type[Net]) -> Callable[[Any, Path], None]:
-    def script(plan: Any, out: Path) -> None:
-        fitted = Fitted(plan, out)
-        fitted.net = kind(fitted)
-        fitted.fit()
-
-    return script
-
-
-many, grouped = _with(Many), _with(Grouped)
-
-
-def synchronized(plan: Any, out: Path) -> None:
-    """Torch's SyncBatchNorm needs a GPU."""
-    Fitted(plan, out, sync_batchnorm=True).fit()
-
-
-def without_a_length(plan: Any, out: Path) -> None:
-    """Its samples come from an IterableDataset."""
-    Fitted(plan, out).fit(DataLoader(Buffered(), BATCH))
-
-
-def with_two_loaders(plan: Any, out: Path) -> None:
-    """Its batches come from two loaders."""
-    Fitted(plan, out).fit({name: DataLoader(Numbered(), BATCH) for name in "ab"})
-
-
-def with_callbacks(plan: Any, out: Path) -> None:
-    """Its module adds a callback that trains on its own."""
-    script = Fitted(plan, out)
-    vars(script.net)["configure_callbacks"] = lambda: StochasticWeightAveraging(1e-2)
-    script.fit()
+    shows = bar.is_enabled  # before the test, which sets it
+    script.trainer.test(script.net, DataLoader(Numbered(), BATCH))
+    script.save(shows=shows)

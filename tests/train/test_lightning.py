@@ -127,18 +127,29 @@ def test_a_peer_of_another_trainer_dies(job: Regroups, memory: Path, script: str
     same(job.cluster, whole.cluster)
 
 
-def test_a_metric_object_that_a_newcomer_does_not_have(job: Regroups) -> None:
-    """At the end of the epoch, no rank waits for the others to compute it."""
+@pytest.mark.parametrize("die_at", [3, 6])
+def test_what_a_newcomer_does_not_have(job: Regroups, die_at: int) -> None:
+    """At the end of the epoch, no rank waits for the others to compute a metric. All train the layer that is thawed."""
     plan = {"script": "lightnings.rare"}
-    job.begin("ab", 1, a=plan, b={**plan, "die_at": 3})
+    job.begin("ab", 1, a=plan, b={**plan, "die_at": die_at})
     spare = job.warm_up("c", 1, **plan)
     job.regroup([spare, *job.survivors()])
     assert job.end() == [0, 0], job.state_and_log()
-    assert flatten(job.cluster.final()["model"])[1::2] == flatten(job.cluster.final(1)["model"])[1::2]
+    found = [job.cluster.final(rank) for rank in (0, 1)]
+    assert flatten(found[0]["model"]) == flatten(found[1]["model"])
+    assert all("mean" in each["metrics"] and each["metrics"]["constant"] == 5 for each in found)
+
+
+def test_a_layer_that_is_thawed(tmp_path: Path) -> None:
+    """A restart in a later epoch goes on with it."""
+    cluster, undisturbed = Cluster(tmp_path / "after"), Cluster(tmp_path / "before")
+    for each in (cluster, undisturbed):
+        each.path.mkdir()
+    assert undisturbed.run(NODES, script="lightnings.rare") == [0, 0], undisturbed.log()
+    assert cluster.run(NODES, stop_at=6, script="lightnings.rare") == [EXIT_DRAINED] * 2, cluster.log()
+    assert cluster.run(NODES, script="lightnings.rare") == [0, 0], cluster.log()
     for rank in (0, 1):
-        metrics = job.cluster.final(rank)["metrics"]
-        assert "mean" in metrics
-        assert metrics["constant"] == 5
+        assert flatten(cluster.final(rank)["model"]) == flatten(undisturbed.final()["model"])
 
 
 @pytest.mark.parametrize("stop_at", [7, -1])
@@ -166,7 +177,7 @@ def test_training_that_has_ended_does_not_go_on(tmp_path: Path, stop_at: int) ->
 )
 def test_a_set_up_that_depends_on_the_number_of_workers(job: Regroups, script: str, why: str) -> None:
     """A new worker would have another learning rate or other samples, so all restart."""
-    newcomer = job.warm_up("c", 1, end=EXIT_PEER, script=f"lightnings.{script}")
+    newcomer = job.warm_up("c", 1, end=EXIT_PEER, script=f"lightnings_refused.{script}")
     newcomer.process.join(60)
     assert newcomer.process.exitcode == EXIT_PEER
     assert f"the script {why}" in job.cluster.log()
@@ -198,7 +209,7 @@ def test_another_number_of_workers(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
-    assert cluster.run(["a"], script="lightnings.refused") == [0], cluster.log()
+    assert cluster.run(["a"], script="lightnings_refused.refused") == [0], cluster.log()
     found = [line for line in cluster.log().splitlines() if line.startswith("refused: ")]
     assert [line.partition("run.fit")[2].lstrip(": ") for line in found] == [
         "takes a Trainer of Lightning, not spotrun.train.run.Run: write run.fit(trainer, module, …)",
@@ -227,7 +238,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         other = Cluster(tmp_path / script)
         other.path.mkdir()
-        assert other.run(["a"], script=f"lightnings.{script}") == [1]
+        assert other.run(["a"], script=f"lightnings_refused.{script}") == [1]
         assert message in other.log()
     elastic = Cluster(tmp_path / "elastic", elastic=True)
     elastic.path.mkdir()

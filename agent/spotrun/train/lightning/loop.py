@@ -27,6 +27,7 @@ from spotrun.train.frameworks import LeaveLoop, until_it_ends
 from spotrun.train.lightning.package import pl
 from spotrun.train.lightning.state import Rest
 from spotrun.train.lightning.strategy import begin_at, generators
+from spotrun.train.parallel import include_unfrozen
 from spotrun.train.rng import derive, reseed
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class TrainingLoop:
         """Begin to load the batches of an epoch, or what is left of them."""
         run, fit = self._run, self._trainer.fit_loop
         run._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
+        include_unfrozen(run._models, run._models)  # `on_train_epoch_start` may unfreeze layers
         # The loader draws its seed, and some samplers draw an order that must be the same on all ranks.
         reseed(run._state.seed, "epoch", self._trainer.current_epoch)
         begin_at(fit._combined_loader, fit.epoch_loop.batch_progress.current.ready)

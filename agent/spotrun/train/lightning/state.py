@@ -35,6 +35,7 @@ class Rest:
         self._trainer = trainer
         self._means = Means(trainer)
         self._validated: dict[int, int] = {}
+        self._parameters: list[torch.nn.Parameter] = []
         self.kept: dict[str, Any] = {"workers": rank_and_world()[1], "ended": False}
 
     @property
@@ -62,12 +63,14 @@ class Rest:
         """Note the state of now. Every rank must call this."""
         trainer = self._trainer
         connector, loops = trainer._logger_connector, trainer.fit_loop
+        self._parameters = self._parameters or list(trainer.lightning_module.parameters())  # once: the search is slow
         states = {each.state_key: each.state_dict() for each in trainer.callbacks}
         self.kept = {
             "workers": rank_and_world()[1],
             "ended": ended,
             "loops": _counts(loops),
             "stops": trainer.should_stop,
+            "frozen": [index for index, each in enumerate(self._parameters) if not each.requires_grad],
             "callbacks": {key: state for key, state in states.items() if state},
             "checkpoints": [{name: getattr(each, name) for name in _SAVED} for each in self._checkpoints()],
             "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
@@ -86,6 +89,9 @@ class Rest:
         for each in (loops, loops.epoch_loop, loops.epoch_loop.val_loop, loops.epoch_loop.automatic_optimization):
             each.on_iteration_done()  # otherwise it would look for its place itself
         trainer.should_stop = kept["stops"]
+        for index, parameter in enumerate(trainer.lightning_module.parameters()):
+            if parameter.requires_grad == (index in kept["frozen"]):
+                parameter.requires_grad_(not parameter.requires_grad)
         for callback, state in zip(self._checkpoints(), kept["checkpoints"], strict=True):
             vars(callback).update(state)  # before `load_state_dict`, which compares the folders
         for callback in trainer.callbacks:
