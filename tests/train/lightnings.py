@@ -37,6 +37,23 @@ class History(Logger):
         self._script.note(ids=[], logged={**metrics, "at": step})
 
 
+class Counts(pl.Callback):
+    """Its state is its own list and tensor, which change when a batch begins."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"numbers": [], "sum": torch.zeros(())}
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
+        self.state["numbers"].append(number)
+        self.state["sum"] += number
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
 class Net(pl.LightningModule):
     """It logs, and its script sees the numbers of the samples."""
 
@@ -84,7 +101,7 @@ class Fitted(Script):
     def __init__(self, plan: Any, out: Path, **options: Any) -> None:
         self.run, self.plan, self.out = spotrun.init(seed=5), plan, out
         torch.manual_seed(5)
-        self.net = Net(self)
+        self.net, self.counts = Net(self), Counts()
         given = {
             "max_epochs": EPOCHS,
             "accumulate_grad_batches": ACCUMULATE,
@@ -95,7 +112,7 @@ class Fitted(Script):
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
-            "callbacks": [EarlyStopping("val_loss", patience=9)],
+            "callbacks": [EarlyStopping("val_loss", patience=9), self.counts],
             "default_root_dir": str(out / "trainer"),
         }
         self.trainer = pl.Trainer(**{**given, **options})
@@ -115,6 +132,7 @@ class Fitted(Script):
         schedulers = [each.scheduler.state_dict() for each in self.trainer.lr_scheduler_configs]
         state: dict[str, Any] = {"model": self.net.state_dict(), "optimizer": self.trainer.optimizers[0].state_dict()}
         state |= {"metrics": metrics, "schedulers": schedulers, "epoch": self.trainer.current_epoch}
+        state |= {"counts": self.counts.state}
         torch.save({**state, **more}, self.out / f"final-{self.run.rank}.pt")
 
 

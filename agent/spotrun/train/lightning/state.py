@@ -71,7 +71,7 @@ class Rest:
             "loops": _counts(loops),
             "stops": trainer.should_stop,
             "frozen": [index for index, each in enumerate(self._parameters) if not each.requires_grad],
-            "callbacks": {key: state for key, state in states.items() if state},
+            "callbacks": {key: _copied(state) for key, state in states.items() if state},
             "checkpoints": [{name: getattr(each, name) for name in _SAVED} for each in self._checkpoints()],
             "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
             "precision": _scale(trainer.precision_plugin),
@@ -96,7 +96,7 @@ class Rest:
             vars(callback).update(state)  # before `load_state_dict`, which compares the folders
         for callback in trainer.callbacks:
             if (state := kept["callbacks"].get(callback.state_key)) is not None:
-                callback.load_state_dict(copy.deepcopy(state))
+                callback.load_state_dict(_copied(state))
         for config, state in zip(trainer.lr_scheduler_configs, kept["schedulers"], strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(state))
         if kept["precision"]:
@@ -151,6 +151,17 @@ def _scale(plugin: Any) -> dict[str, Any]:
         "growth_interval": scaler.get_growth_interval(),
         "_growth_tracker": scaler._growth_tracker.clone(),
     }
+
+
+def _copied(state: Any) -> Any:
+    """A copy of a callback's state. It may have the callback's own lists and tensors, which the next step changes."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_copied, state))
+    return copy.deepcopy(state)
 
 
 def _metrics(connector: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
