@@ -34,6 +34,7 @@ def refused(plan: Any, out: Path) -> None:
             print("refused:", error, flush=True)
 
     attempt(run)
+    attempt(type("Trainer", (), {"__module__": "transformers.trainer"})())
     attempt(trainer)
     attempt(trainer, lightning.pytorch.LightningModule())
     attempt(pl.Trainer(devices=2, **given), net)

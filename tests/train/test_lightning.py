@@ -213,6 +213,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     found = [line for line in cluster.log().splitlines() if line.startswith("refused: ")]
     assert [line.partition("run.fit")[2].lstrip(": ") for line in found] == [
         "takes a Trainer of Lightning, not spotrun.train.run.Run: write run.fit(trainer, module, …)",
+        "takes a Trainer of Lightning, not transformers.trainer.Trainer: write run.train(trainer)",
         "takes a LightningModule of pytorch_lightning, not NoneType: write run.fit(trainer, module, …)",
         "takes a LightningModule of pytorch_lightning, not LightningModule: import the Trainer and the module from one "
         "package",

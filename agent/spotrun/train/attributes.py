@@ -1,7 +1,7 @@
-"""What the objects of a script keep besides their saved state, such as the results of a validation so far.
+"""What the objects of a script have besides their saved state, such as the results of a validation so far.
 
 If a worker is lost in a validation, the others validate again. Then a list in the module must not have the results of
-the first attempt. A value of a class that is not known here is not looked into.
+the first attempt. Values of classes that are not known here stay as they are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Attributes:
                 for step in self._steps:
                     step()
         except Exception as error:
-            raise dist.DistError(f"cannot put back what the script kept before a validation: {error!r}") from error
+            raise dist.DistError(f"cannot put back what the script had before a validation: {error!r}") from error
 
     def _keep_object(self, item: object) -> None:
         values = vars(item)
@@ -80,7 +80,7 @@ def _keep_items(given: Any) -> _Step:
             if isinstance(given, list | deque):
                 given.extend(items)
             else:
-                given.update(dict(items) if isinstance(given, dict) else items)  # a Counter counts what is no dict
+                given.update(dict(items) if isinstance(given, dict) else items)  # a Counter would count pairs
 
     return put_back
 

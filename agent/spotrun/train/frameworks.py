@@ -21,24 +21,24 @@ class LeaveLoop(BaseException):
 
 
 def load(module: str, call: str, requirement: str) -> Any:
-    """Import a module of `spotrun.train` that imports the framework."""
+    """Import a module of `spotrun.train` that imports the framework. call: the script's, for the message."""
     try:
         return importlib.import_module(f"spotrun.train.{module}")
     except ImportError as error:
         raise SpotrunError(f"{call}: name {requirement} in requirements ({error})") from error
 
 
-def refuse_elastic(run: Run, call: str, what: str) -> None:
-    """Raise `SpotrunError` if the number of workers may change."""
+def refuse_elastic(run: Run, call: str) -> None:
+    """Raise `SpotrunError` if the number of workers may change. call: the script's."""
     if run._membership is not None and run._membership.context.elastic:
         raise SpotrunError(
-            f"{call}: a {what} counts its steps by the number of workers, so it must not change: give nodes one "
+            f"{call}: a Trainer counts its steps by the number of workers, so it must not change: give nodes one "
             "number in the job file, such as nodes: 2"
         )
 
 
 def until_it_ends(run: Run, enter: Callable[[], None], join: Callable[[], None]) -> None:
-    """Enter the loop until it ends. join: joins the next generation."""
+    """Enter the loop until it ends. Between two times, join the next generation."""
     while True:
         try:
             return enter()

@@ -72,7 +72,7 @@ class Loop:
     """A script's loops over `run.steps`. check: called at a loop's end. inside: whether the script is in one.
 
     enters_again: whether the script leaves its loop when the members change, and enters it again, in any epoch.
-    renews_samplers: whether it has samplers of the present members then.
+    renews_samplers: whether it then makes its samplers again, for the present members.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -154,7 +154,7 @@ class Membership:
                 self.restarts(f"run.track names no optimizer of a model ({name}), so no optimizer's state is saved")
 
     def see_tracked(self, *items: object) -> None:
-        """The state of these objects is saved, too: a tracked object of spotrun has them. They take others' places."""
+        """The saved state has these, too, as parts of a tracked object. They replace those of an earlier call."""
         self._inside = tuple(part for each in items for part in _parts(each, DEPTH))
 
     def restarts(self, why: str) -> None:

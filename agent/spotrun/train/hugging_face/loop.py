@@ -104,11 +104,12 @@ class TrainingLoop:
         reseed(self._run._state.seed, "tracked")  # as `run.track` does: accelerate's sampler keeps the seed
 
     def _settle_in(self) -> None:
-        """Note the place of this worker where it is kept."""
+        """Tell the Trainer and accelerate this worker's rank, and the number of workers."""
         args, handler = self._trainer.args, self._trainer.callback_handler
-        if self._run.rank == 0 != args.process_index:
-            for each in (each for each in handler.callbacks if hasattr(each, "_initialized")):
-                each._initialized = False  # those of trackers, such as W&B, begin a run on rank 0 only
+        if self._run.rank == 0 and args.process_index != 0:
+            for each in handler.callbacks:
+                if hasattr(each, "_initialized"):  # a tracker, such as that of W&B, begins a run on rank 0 only
+                    each._initialized = False
         place = {"process_index": self._run.rank, "num_processes": self._run.world_size}
         for state in (args.distributed_state, self._trainer.accelerator.state):
             vars(state).update(place)

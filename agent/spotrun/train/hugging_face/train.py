@@ -75,7 +75,11 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
 def _check(run: Run, trainer: Any, options: dict[str, Any]) -> None:
     if not isinstance(trainer, Trainer):
         found = type(trainer)
-        raise SpotrunError(f"run.train takes a transformers.Trainer, not a {found.__module__}.{found.__qualname__}")
+        other = found.__module__.startswith(("lightning.", "pytorch_lightning."))
+        right = "run.fit(trainer, module, …)" if other else "run.train(trainer)"
+        raise SpotrunError(
+            f"run.train takes a transformers.Trainer, not {found.__module__}.{found.__qualname__}: write {right}"
+        )
     if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) < _OLDEST:
         raise SpotrunError(
             f"run.train needs transformers {_OLDEST[0]}.{_OLDEST[1]} or newer, not {transformers.__version__}: name "
@@ -106,7 +110,7 @@ def _check(run: Run, trainer: Any, options: dict[str, Any]) -> None:
             f"run.train: {trainer.args.output_dir} has no checkpoint. Leave out resume_from_checkpoint=True: after an "
             "interruption, run.train goes on without it"
         )
-    refuse_elastic(run, "run.train", "Trainer")
+    refuse_elastic(run, "run.train")
 
 
 def _has_checkpoint(folder: str | None) -> bool:

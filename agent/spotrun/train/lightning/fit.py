@@ -77,4 +77,4 @@ def _check(run: Run, trainer: Any, module: Any) -> None:
             f"run.fit: this worker has the device {run.device}, and the Trainer has {trainer.strategy.root_device}: "
             'leave accelerator="auto"'
         )
-    refuse_elastic(run, "run.fit", "Trainer")
+    refuse_elastic(run, "run.fit")

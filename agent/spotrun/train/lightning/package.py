@@ -29,9 +29,9 @@ def use(trainer: object) -> Any:
     name = next((each for each in _PACKAGES if f"{each}.trainer.trainer" in modules), None)
     if name is None:
         found = type(trainer)
+        right = "run.train(trainer)" if "transformers.trainer" in modules else "run.fit(trainer, module, …)"
         raise SpotrunError(
-            f"run.fit takes a Trainer of Lightning, not {found.__module__}.{found.__qualname__}: write "
-            "run.fit(trainer, module, …)"
+            f"run.fit takes a Trainer of Lightning, not {found.__module__}.{found.__qualname__}: write {right}"
         )
     package: Any = importlib.import_module(name)
     if tuple(map(int, re.findall(r"\d+", package.__version__)[:2])) < _OLDEST:

@@ -121,9 +121,10 @@ class Workers(pl.strategies.DDPStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         self._run._size_is_read("the number of batches")
-        trainer: Any = self.lightning_module.trainer if self.lightning_module is not None else None
+        module: Any = self.lightning_module
+        trainer = module.trainer
         sampler = getattr(dataloader, "sampler", None)
-        if isinstance(sampler, DistributedSampler):
+        if isinstance(sampler, DistributedSampler):  # the script's own keeps the rank that this worker had before
             sampler.rank = self.global_rank
         return with_beginning(dataloader) if trainer.training else dataloader
 
