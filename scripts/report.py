@@ -37,6 +37,9 @@ def report(job: Status, idle_cost: float | None = None, file: str = LOCAL) -> st
     lines = [_verdict(job)]
     if job["failure"]:
         lines += _failure(job["failure"])
+    if job["phase"] == "succeeded" and job["step"] <= 0:
+        lines.append("  spotrun has seen no step. If the script trains, have it call run.track, run.train or run.fit:")
+        lines.append("  otherwise nothing is saved, and each worker may train for itself (docs/training.md)")
     lines += [f"  {line}" for line in kept.lines(job, file)]
     if job["metrics"]:
         lines.append("  last values: " + ", ".join(values(job["metrics"])))

@@ -90,6 +90,14 @@ def test_the_closing_report() -> None:
     assert [duration(each) for each in (0, 61, 7260)] == ["0.0 s", "1 min 1 s", "2 h 1 min"]
 
 
+def test_a_job_without_steps_gets_advice() -> None:
+    """Such as a script that still calls `trainer.fit`."""
+    advice = "have it call run.track, run.train or run.fit"
+    assert advice in report.report(status(**{**SUCCEEDED, "step": 0})["job"])
+    assert advice not in report.report(status(**SUCCEEDED)["job"])
+    assert advice not in report.report(status(phase="stopped", step=0)["job"])
+
+
 def test_a_job_that_had_no_machine_has_no_node_time() -> None:
     text = report.report(status(phase="stopped", reason="stopped by the operator", node_seconds=0.0, cost=None)["job"])
     assert text.splitlines()[-1] == "  node time 0.0 s"
