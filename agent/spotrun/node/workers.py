@@ -36,8 +36,6 @@ STACKS = 2.0  # seconds for the stacks to be in the log
 STARTING = ("starting workers", "running the script's set-up", "forming the process group", "restoring the state")
 JOINING = "joining the other workers"  # in place of the set-up, which a worker that regroups does not run again
 
-VISIBLE = 20e-6  # seconds, far more than a processor takes until others see what it has written
-
 
 @dataclass
 class LocalWorker:
@@ -235,8 +233,7 @@ class WorkerGroup:
                 continue
             for each in self.workers:
                 setattr(each.control, name, value)
-            if value != NONE:
-                time.sleep(VISIBLE)
+            Control.wait_until_visible()
             # Write first, then read: a worker that passes the step in between is seen here, or sees the step itself.
             late = value != NONE and any(each.control.step >= value for each in self.workers)
             if name == "stop_at":

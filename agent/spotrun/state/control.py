@@ -19,6 +19,7 @@ from spotrun.state import exit_note
 SIZE = 4096
 TEXT = 1024  # offset of the JSON text with the numbers of run.log()
 NONE = -1
+VISIBLE = 5e-6  # seconds
 MOST = 1 << 53  # steps that are told: whole numbers up to here are exact in JSON
 ABLE, NEEDS_RELEASE = 1, 2  # values of `able`; any other one above 0 counts as ABLE
 
@@ -121,6 +122,13 @@ class Control:
         floats[_STEPPED_AT], floats[_SAMPLES], floats[_STEPPING], floats[_ALONE] = now, samples, stepping, alone
         ints[_STEP] = step
         return ints[_STOP_AT], ints[_SNAPSHOT_AT], ints[_PROFILE]
+
+    @staticmethod
+    def wait_until_visible() -> None:
+        """Wait until other processors see what this one has written. This is far longer than that takes."""
+        until = time.perf_counter() + VISIBLE
+        while time.perf_counter() < until:
+            pass  # a sleep would take 80 µs: a worker that stops in this time counts as late
 
     def tell_total(self, steps: int) -> None:
         """Tell the agent how many steps the job has, as the script estimates it."""
