@@ -78,7 +78,7 @@ class Trained(Script):
         callbacks = [callback or EarlyStoppingCallback(9)]
         self.trainer = kind(self.net, args, train_dataset=Samples(), eval_dataset=Samples(), callbacks=callbacks)
         if plan.on_gpu:
-            as_gpu.hold_later(self.run, self.trainer)
+            as_gpu.hold_later(self.run, lambda: filter(None, [self.trainer.optimizer]))
 
     def see(self, labels: torch.Tensor, training: bool) -> None:
         if self.run.step == self.plan.die_at and self.plan.die_in == ("" if training else "evaluation"):
