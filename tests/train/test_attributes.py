@@ -90,9 +90,23 @@ def test_a_callback_is_put_back() -> None:
 def test_what_cannot_be_put_back() -> None:
     """Then all workers start again."""
     holder = Holder()
-    with patch.object(attributes, "LARGEST", 0):
+    with patch.object(attributes, "MOST", 0):
         kept = Attributes([holder])
         kept.put_back()
         holder.change()
-        with pytest.raises(dist.DistError, match="more than 16 MiB has changed"):
+        with pytest.raises(dist.DistError, match="a tensor has changed"):
             kept.put_back()
+
+
+def test_an_attribute_that_cannot_be_read() -> None:
+    """The validation goes on. Only an interruption then has all workers start again."""
+
+    class Broken(dict[str, int]):
+        def items(self) -> Any:
+            raise OSError("no disk")
+
+    holder = Holder()
+    vars(holder)["broken"] = Broken()
+    kept = Attributes([holder])
+    with pytest.raises(dist.DistError, match="no disk"):
+        kept.put_back()

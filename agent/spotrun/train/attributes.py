@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-LARGEST = 16 << 20  # bytes of a tensor: a larger one is not copied, only watched
+MOST = 64 << 20  # bytes of all copies of tensors: further tensors are not copied, only watched
 
 _Step = Callable[[], object]  # puts something back
 _MODULE = frozenset(vars(nn.Module())) - {"_buffers"}  # what each module has; the parameters are in the saved state
@@ -27,12 +27,19 @@ class Attributes:
     def __init__(self, objects: Iterable[object]) -> None:
         self._seen: set[int] = set()
         self._steps: list[_Step] = []
-        for each in objects:
-            self._keep_object(each)
+        self._room = MOST
+        self._error: Exception | None = None
+        try:
+            for each in objects:
+                self._keep_object(each)
+        except Exception as error:  # an object of the script is not what it seems; training goes on
+            self._error = error
 
     def put_back(self) -> None:
         """Put back what was there. Raises `DistError`, so that the script starts again, if that is not possible."""
         try:
+            if self._error is not None:
+                raise self._error
             with torch.inference_mode():  # a tensor that was made in this mode changes in no other one
                 for step in self._steps:
                     step()
@@ -63,7 +70,9 @@ class Attributes:
         if isinstance(value, nn.Module):
             self._keep_object(value)
         elif isinstance(value, torch.Tensor):
-            self._steps.append(_keep_tensor(value))
+            copied = value.nbytes <= self._room
+            self._room -= value.nbytes * copied
+            self._steps.append(_copy_of(value) if copied else _unchanged(value))
         elif isinstance(value, list | deque | set | dict):
             self._steps.append(_keep_items(value))
             for each in list(value.values() if isinstance(value, dict) else value):
@@ -91,15 +100,17 @@ def _differ(one: Any, other: Any) -> bool:
     return one is not other
 
 
-def _keep_tensor(tensor: torch.Tensor) -> _Step:
-    if tensor.nbytes <= LARGEST:
-        copy = tensor.detach().clone()
-        return lambda: tensor.detach().copy_(copy)
+def _copy_of(tensor: torch.Tensor) -> _Step:
+    copy = tensor.detach().clone()
+    return lambda: tensor.detach().copy_(copy)
+
+
+def _unchanged(tensor: torch.Tensor) -> _Step:
     version = _version(tensor)
 
     def check() -> None:
         if version is None or _version(tensor) != version:
-            raise ValueError("a tensor of more than 16 MiB has changed")
+            raise ValueError(f"a tensor has changed, and tensors of more than {MOST >> 20} MiB are not copied")
 
     return check
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from spotrun.errors import SpotrunError
+from spotrun.train.distributed import rank_and_world
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
@@ -34,6 +35,16 @@ def refuse_elastic(run: Run, call: str) -> None:
         raise SpotrunError(
             f"{call}: a Trainer counts its steps by the number of workers, so it must not change: give nodes one "
             "number in the job file, such as nodes: 2"
+        )
+
+
+def check_workers(saved: int, call: str) -> None:
+    """Raise `SpotrunError` if the saved state is of another number of workers than there are now."""
+    workers = rank_and_world()[1]
+    if saved != workers:
+        raise SpotrunError(
+            f"{call}: the saved state is of {saved} workers, and there are {workers} now. A Trainer counts its steps "
+            "by them: go on with as many, or submit a new job"
         )
 
 

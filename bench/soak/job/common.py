@@ -1,12 +1,14 @@
-"""What the soak's scripts have in common: their arguments, and what they write at the end."""
+"""What the soak's scripts have in common: their arguments, how they begin, and what they write at the end."""
 
 import argparse
 import hashlib
 import json
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import as_gpu  # type: ignore[import-not-found]  # beside this script
 import torch
 
 import spotrun
@@ -25,6 +27,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds added to each step")
     parser.add_argument("--gpu", action="store_true", help="imitate a GPU: see as_gpu.py")
     return parser.parse_args()
+
+
+def begin(args: argparse.Namespace) -> tuple[spotrun.Run, TextIO, torch.Tensor]:
+    """For a script with a Trainer. Returns its run, the file for the steps that it makes, and its samples."""
+    if args.gpu:
+        as_gpu.imitate()
+    torch.set_num_threads(1)
+    run = spotrun.init(seed=5)
+    torch.manual_seed(0)
+    record = (args.out / f"steps-{run.generation}-{run.rank}-{time.time_ns()}.jsonl").open("a", buffering=1)
+    return run, record, torch.randn(args.samples, 16, generator=torch.Generator().manual_seed(1))
 
 
 def write_final(

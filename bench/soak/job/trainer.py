@@ -12,16 +12,8 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-import spotrun
-
 args = common.parse()
-if args.gpu:
-    as_gpu.imitate()
-torch.set_num_threads(1)
-run = spotrun.init(seed=5)
-torch.manual_seed(0)
-record = (args.out / f"steps-{run.generation}-{run.rank}-{time.time_ns()}.jsonl").open("a", buffering=1)
-inputs = torch.randn(args.samples, 16, generator=torch.Generator().manual_seed(1))
+run, record, inputs = common.begin(args)
 
 
 class Samples(torch.utils.data.Dataset[Any]):

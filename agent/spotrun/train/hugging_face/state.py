@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from spotrun.errors import SpotrunError
 from spotrun.train.distributed import rank_and_world
+from spotrun.train.frameworks import check_workers
 
 # In a Trainer's state, what differs between ranks: the times in its log, and the rank's place, which it sets itself.
 _TIMES = ("_runtime", "_per_second", "_preparation_time")
@@ -116,12 +117,7 @@ class Rest:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Keep it for `give`. Raises `SpotrunError` if it is of another number of workers."""
-        workers = rank_and_world()[1]
-        if saved["workers"] != workers:
-            raise SpotrunError(
-                f"run.train: the saved state is of {saved['workers']} workers, and there are {workers} now. A Trainer "
-                "counts its steps by them: go on with as many, or submit a new job"
-            )
+        check_workers(saved["workers"], "run.train")
         self.saved = saved
         self.result = TrainOutput(**saved["result"]) if "result" in saved else None
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from spotrun.errors import SpotrunError
 from spotrun.train.distributed import rank_and_world
+from spotrun.train.frameworks import check_workers
 from spotrun.train.lightning.package import pl, results
 from spotrun.train.rng import derive
 
@@ -51,12 +52,7 @@ class Rest:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Keep it for `give`. Raises `SpotrunError` if it is of another number of workers."""
-        workers = rank_and_world()[1]
-        if saved["workers"] != workers:
-            raise SpotrunError(
-                f"run.fit: the saved state is of {saved['workers']} workers, and there are {workers} now. A Trainer "
-                "counts its steps by them: go on with as many, or submit a new job"
-            )
+        check_workers(saved["workers"], "run.fit")
         self.kept = saved
 
     def note(self, ended: bool) -> None:
@@ -89,9 +85,9 @@ class Rest:
         for each in (loops, loops.epoch_loop, loops.epoch_loop.val_loop, loops.epoch_loop.automatic_optimization):
             each.on_iteration_done()  # otherwise it would look for its place itself
         trainer.should_stop = kept["stops"]
+        frozen = set(kept["frozen"])
         for index, parameter in enumerate(trainer.lightning_module.parameters()):
-            if parameter.requires_grad == (index in kept["frozen"]):
-                parameter.requires_grad_(not parameter.requires_grad)
+            parameter.requires_grad_(index not in frozen)
         for callback, state in zip(self._checkpoints(), kept["checkpoints"], strict=True):
             vars(callback).update(state)  # before `load_state_dict`, which compares the folders
         for callback in trainer.callbacks:
