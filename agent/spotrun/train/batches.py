@@ -109,11 +109,11 @@ def with_seeds(described: Iterator[Batch], seed: int, step: int, rank: int) -> I
 
 def _with_seeds(described: Iterator[Batch], seed: int, step: int, rank: int) -> Iterator[list[tuple[Batch, Seeds]]]:
     while part := list(itertools.islice(described, AT_ONCE)):
-        found = []
+        values = []
         for batch in part:
-            found.append((batch, prepare(seed, step, batch.number, rank)))
+            values.append(derive(seed, step, batch.number, rank))
             step += batch.last
-        yield found
+        yield list(zip(part, prepare(values), strict=True))
 
 
 def begin_at(loader: Any, seed: int, epoch: int, step: int, rank: int, count: int, accumulate: int) -> Iterator[Any]:

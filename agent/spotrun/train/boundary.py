@@ -154,7 +154,7 @@ class Boundary:
             self._leave(control)
         elif profile != NONE or self.profiling.profiler is not None:
             self.profiling.end_step(step)
-        self.clock.resume()
+            self.clock.resume()
 
     def regroup(self) -> None:
         """Leave this generation and join the next one. Afterwards the state is the newest one that a member has.

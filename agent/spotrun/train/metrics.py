@@ -297,13 +297,17 @@ class Clock:
         self._seen = 0
 
     def tick(self, control: Control, step: int) -> tuple[int, int, int]:
-        """A step is done: report its number, its time, its duration and its samples. See `Control.end_step`."""
+        """A step is done, and the next one begins: report the number, time, duration and samples of the step.
+
+        See `Control.end_step`. Call `resume` if something else comes before the next step.
+        """
         now, ended = time.time(), time.monotonic()
         took = ended - self._resumed
         self._seen += self.samples
         self.samples = 0
         self._stepping += took
         self._alone += (self.due_at or ended) - self._resumed
+        self._resumed, self.due_at = ended, 0.0
         if self._stepped:  # moving average over about five steps, without the first: it pays for lazy set-up
             self.step_seconds += (took - self.step_seconds) * (0.2 if self.step_seconds else 1.0)
         else:

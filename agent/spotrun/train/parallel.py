@@ -157,7 +157,7 @@ class Parallel(nn.Module):
         if used is not None:
             used.begin(ddp.require_backward_grad_sync)
         try:
-            return ddp(*args, **kwargs)
+            return ddp.forward(*args, **kwargs)  # not its __call__: nobody can have put a hook on it
         except Exception as error:  # DDP has a collective here in an early step
             if not collectives.handled(error):
                 raise

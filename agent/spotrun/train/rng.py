@@ -3,8 +3,9 @@
 Every generator is seeded before each batch, so a snapshot holds no generator states. Any rank's snapshot serves all
 ranks, and a resumed step draws the same numbers as an undisturbed one.
 
-NumPy's function that seeds takes 8 to 20 µs between two steps: the model's work has driven it out of the caches. So the
-state that it would leave is prepared with a generator of its own, for many steps at once, and is copied in each step.
+Python and NumPy have the same generator, a Mersenne Twister. Their functions that seed it take 8 to 20 µs between two
+steps: the model's work has driven them out of the caches. So the states are computed here, for many steps at once, and
+are copied in each step.
 """
 
 from __future__ import annotations
@@ -12,28 +13,37 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
+import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 import xxhash
+from numpy.typing import NDArray
 
-# `random.seed`, `numpy.random.seed` and `torch.manual_seed` take longer, and each step pays for them. The last one
-# would also prepare every kind of device that is not in use: 0.16 ms, each time.
+# `torch.manual_seed` takes longer: it also prepares every kind of device that is not in use, 0.16 ms each time.
 _PYTHON: Any = random._inst
-_seed_python = super(random.Random, _PYTHON).seed
 _NUMPY: Any = numpy.random.mtrand._rand
 _seed_torch = torch.default_generator.manual_seed
 
-_WORDS = 624  # in the state of a Mersenne Twister; then follows how many of them are used
+_WORDS = 624  # in the state of a Mersenne Twister, of 32 bits each
+# SplitMix64: https://doi.org/10.1145/2714064.2660195, with the constants of https://prng.di.unimi.it/splitmix64.c
+_STEPS = numpy.arange(1, _WORDS + 1, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 class Seeds(NamedTuple):
-    """What all generators begin with. low: the seed of NumPy's. state: its state with that seed, if it is known."""
+    """What all generators begin with.
+
+    value: the seed. numpy: the words of NumPy's state, and how many of them are used: all. first: the first of these
+    words. python: the same of Python's generator, with the number before the words.
+    """
 
     value: int
-    low: int
-    state: bytes | None
+    first: int
+    numpy: bytes
+    python: bytes
 
 
 def derive(*keys: int | str) -> int:
@@ -43,43 +53,60 @@ def derive(*keys: int | str) -> int:
 
 def reseed(*keys: int | str) -> None:
     """Seed python, numpy, torch and CUDA from the keys."""
-    seed_all(prepare(*keys))
+    seed_all(*prepare([derive(*keys)]))
 
 
-def prepare(*keys: int | str) -> Seeds:
-    """The seeds that follow from the keys, for `seed_all`."""
-    value = derive(*keys)
-    low, state = value & 0xFFFFFFFF, None
-    if _SHARED is not None:
-        _SPARE._legacy_seeding(low)
-        state = _spare.tobytes()
-    return Seeds(value, low, state)
+def prepare(values: Sequence[int]) -> list[Seeds]:
+    """For each of these values of `derive`, what `seed_all` takes."""
+    words = _mixed(values).view(numpy.uint32)
+    states = numpy.full((2, len(values), _WORDS + 1), _WORDS, dtype=numpy.uint32)
+    states[0, :, :-1], states[1, :, 1:] = words[:, :_WORDS], words[:, _WORDS:]
+    firsts, size = words[:, 0].tolist(), states[0, 0].nbytes
+    found = [states[kind].tobytes() for kind in range(2)]
+    at = range(0, len(values) * size, size)
+    return [
+        Seeds(value, first, found[0][start : start + size], found[1][start : start + size])
+        for value, first, start in zip(values, firsts, at, strict=True)
+    ]
+
+
+def _mixed(values: Sequence[int]) -> NDArray[numpy.uint64]:
+    """The first numbers of SplitMix64 with each of these seeds, as many as a Mersenne Twister has words."""
+    found: NDArray[numpy.uint64] = numpy.array(values, dtype=numpy.uint64)[:, None] + _STEPS
+    for shift, factor in _MIX:
+        found ^= found >> numpy.uint64(shift)
+        found *= numpy.uint64(factor)
+    return found
 
 
 def seed_all(seeds: Seeds) -> None:
     """Seed all of these generators."""
     global _last
-    value, low, state = seeds
-    _seed_python(value)
-    _PYTHON.gauss_next = None
+    value, first, of_numpy, of_python = seeds
+    if _python is not None:
+        _python[:] = of_python
+        _PYTHON.gauss_next = None
+    else:
+        _PYTHON.setstate((_PYTHON.VERSION, (*memoryview(of_python).cast("I")[1:], _WORDS), None))
     # The script may have given NumPy another generator since then. If no word is used since `_last`, NumPy keeps no
     # normal number for its next call either.
     same = _NUMPY._bit_generator is _SHARED and _words[_WORDS] == _WORDS and _words[0] == _last
-    if same and state is not None:
-        _shared[:] = state
+    if same and _shared is not None:
+        _shared[:] = of_numpy
     else:
-        _seed_numpy(low)
-    _last = low
+        _seed_numpy(value, of_numpy)
+    _last = first
     _seed_torch(value)
     if _has_cuda():
         torch.cuda.manual_seed_all(value)
 
 
-def _seed_numpy(low: int) -> None:
-    try:
-        _NUMPY.seed(low)
-    except TypeError:  # the script has called numpy.random.set_bit_generator
-        numpy.random.seed(low)
+def _seed_numpy(value: int, state: bytes) -> None:
+    generator: Any = _NUMPY._bit_generator
+    if type(generator) is numpy.random.MT19937:
+        _NUMPY.set_state(("MT19937", numpy.frombuffer(state, numpy.uint32)[:_WORDS], _WORDS))
+    else:  # the script has called numpy.random.set_bit_generator
+        numpy.random.seed(value & 0xFFFFFFFF)
         _NUMPY.set_state({**_NUMPY.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
 
 
@@ -88,21 +115,31 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _memory(generator: Any) -> memoryview:
-    """The state of a Mersenne Twister of NumPy."""
-    return memoryview((ctypes.c_uint32 * (_WORDS + 1)).from_address(generator.ctypes.state_address)).cast("B")
+def _memory(address: int) -> memoryview:
+    """The state of a Mersenne Twister that lies there."""
+    return memoryview((ctypes.c_uint32 * (_WORDS + 1)).from_address(address)).cast("B")
 
 
-def _is_known(generator: Any) -> bool:
-    """Whether it is a Mersenne Twister, and its state lies in the memory as in NumPy 2.4."""
+def _of_python(generator: Any) -> memoryview | None:
+    """The memory of the generator's state, if it lies there as in CPython 3.14 (_randommodule.c); else None."""
+    start, kind = object.__basicsize__, random.Random.__base__
+    if sys.implementation.name != "cpython" or kind.__basicsize__ < start + 4 * (_WORDS + 1):
+        return None
+    found = _memory(id(generator) + start)
+    _, (*words, used), _ = generator.getstate()
+    return found if found.cast("I").tolist() == [used, *words] else None
+
+
+def _of_numpy(generator: Any) -> memoryview | None:
+    """The same for a generator of NumPy, as in NumPy 2.4."""
     if type(generator) is not numpy.random.MT19937:
-        return False
-    state: Any = generator.state["state"]
-    return _memory(generator).cast("I").tolist() == [*state["key"].tolist(), state["pos"]]
+        return None
+    found, state = _memory(generator.ctypes.state_address), generator.state["state"]
+    return found if found.cast("I").tolist() == [*state["key"].tolist(), state["pos"]] else None
 
 
-_SPARE = numpy.random.MT19937(0)
-_SHARED = _NUMPY._bit_generator if _is_known(_NUMPY._bit_generator) else None
-_spare, _shared = _memory(_SPARE), _memory(_SHARED or _SPARE)
-_words = _shared.cast("I")  # of the same memory
-_last = -1  # the seed that NumPy's generator was given last, which is the first word of its state
+_python = _of_python(_PYTHON)
+_shared = _of_numpy(_NUMPY._bit_generator)
+_SHARED = None if _shared is None else _NUMPY._bit_generator
+_words = memoryview(b"") if _shared is None else _shared.cast("I")
+_last = -1  # the first word of the state that NumPy's generator was given last

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 LAST = 60.0  # seconds for which the last snapshot is tried again
 AGAIN = 1.0  # seconds between two tries
 STALL_SHARE = 0.01  # share of training time that adaptive snapshots may cost
+LOOK = 8  # steps between two looks whether a snapshot is due, at most. A look takes 4 µs, and a dropped snapshot waits
 
 
 def pays(steps: int, stall: float, step_seconds: float) -> bool:
@@ -53,6 +54,7 @@ class Snapshots:
         self.writer: Writer | None = None
         self.section: Section | None = None
         self.guard: CopyGuard | None = None
+        self._look_at = 0  # before this step, no snapshot is due
         self._state, self._device, self._local_rank, self._models = state, device, local_rank, models
         self._clock, self._trouble = clock, trouble
         self._fixed = 0  # steps from one snapshot to the next; 0: adaptive
@@ -93,16 +95,23 @@ class Snapshots:
         snapshot_soon: take a snapshot at the next chance. This node has the state in memory only.
         """
         self._base = self._newest = self._state.step
+        self._look_at = 0
         if self.writer is not None and snapshot_soon:
             self.writer.dropped = True
 
     def end_step(self, forced: bool, alone: bool) -> None:
         """Take a snapshot if it is forced or due. alone: without the node's other workers (see `Writer.take`)."""
+        if forced or self._state.step >= self._look_at:
+            self._end_step(forced, alone)
+            self._clock.resume()
+
+    def _end_step(self, forced: bool, alone: bool) -> None:
         if self.guard is not None:
             self.guard.end_step()
         # A forced snapshot must not be dropped: all of it is copied before training goes on.
         beside = set if forced or self.guard is None else self.guard.beside
         step, writer = self._state.step, self.writer
+        self._look_at = 0
         if self.section is not None:
             self.section.end_step(step, beside, alone)
         if writer is None:
@@ -119,6 +128,8 @@ class Snapshots:
             self._take(writer, beside(), False, alone)
         elif self._base == step - 1:
             writer.make_room(self._state.encode)  # the first step has made the optimizer's state
+        elif stall is not None and self.guard is None and not writer.shares:
+            self._look_at = self._look_again(step, stall)
 
     def finish(self) -> None:
         """Wait until a snapshot of the finished state is committed."""
@@ -177,6 +188,13 @@ class Snapshots:
         if self._fixed:
             return writer.dropped or step % self._fixed == 0
         return writer.dropped or pays(step - self._newest, stall, self._clock.step_seconds)
+
+    def _look_again(self, step: int, stall: float) -> int:
+        """The step at which to look again whether a snapshot is due. None is due at `step`."""
+        if self._fixed:
+            return min(step + LOOK, step - step % self._fixed + self._fixed)
+        left = stall / (STALL_SHARE * self._clock.step_seconds) - (step - self._newest)
+        return step + max(1, min(LOOK, int(left / 2)))  # the next steps may take longer
 
     def _announce(self, writer: Writer, step: int, stall: float | None) -> bool:
         """Have the node's workers copy the snapshot of the next step together, if one is due then and they can."""
