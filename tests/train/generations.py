@@ -71,6 +71,7 @@ class Plan:
     die_at: int = -1  # step in which it kills itself, before the gradients are exchanged
     fail_at: int = -1  # step in which its script raises
     accumulate: int = 1
+    global_batch: int | None = None  # samples of all workers in a step
     gate: str = ""  # a FIFO from which it reads before it says that it is done
     patience: float = 240.0  # seconds that it waits for the others when it leaves a drain
     own_ddp: bool = False  # its script makes the DDP instance itself
@@ -139,7 +140,7 @@ def usual(plan: Plan, out: Path) -> None:
     step(plan, run, "outside")
     with (out / f"seen-{os.getpid()}.jsonl").open("w") as seen:
         for epoch in run.epochs(EPOCHS):
-            for x, y in run.steps(loader, accumulate=plan.accumulate):
+            for x, y in run.steps(loader, plan.accumulate, plan.global_batch):
                 if run.step == plan.fail_at:
                     raise ValueError("a bug in the script")
                 step(plan, run, "first")
@@ -403,7 +404,14 @@ class Cluster:
         return torch.load(self.path / "out" / f"final-{rank}.pt")
 
     def seen(self) -> dict[int, list[int]]:
-        """Samples of each epoch, sorted; of a step done twice only the later generation counts."""
+        """Samples of each epoch, sorted."""
+        epochs: dict[int, list[int]] = {}
+        for (epoch, _), ids in self.seen_in_steps().items():
+            epochs.setdefault(epoch, []).extend(ids)
+        return {epoch: sorted(ids) for epoch, ids in epochs.items()}
+
+    def seen_in_steps(self) -> dict[tuple[int, int], list[int]]:
+        """Samples of each (epoch, step), sorted; of a step done twice only the later generation counts."""
         steps: dict[tuple[int, int], tuple[int, list[int]]] = {}
         for path in sorted((self.path / "out").glob("seen-*.jsonl")):
             for line in path.read_text().splitlines():
@@ -413,7 +421,4 @@ class Cluster:
                 before, ids = steps.get(key, (0, []))
                 if generation >= before:
                     steps[key] = (generation, entry["ids"] + (ids if generation == before else []))
-        epochs: dict[int, list[int]] = {}
-        for (epoch, _), (_, ids) in steps.items():
-            epochs.setdefault(epoch, []).extend(ids)
-        return {epoch: sorted(ids) for epoch, ids in epochs.items()}
+        return {place: sorted(ids) for place, (_, ids) in steps.items()}

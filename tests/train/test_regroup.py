@@ -32,7 +32,7 @@ from spotrun.train.regroup import Membership
 from tests.helpers import wait_for
 from tests.train import faults
 from tests.train.forks import forked
-from tests.train.generations import Cluster, everything, flatten
+from tests.train.generations import EPOCHS, Cluster, everything, flatten, network
 from tests.train.regroups import Regroups, release, undisturbed_final
 
 ON_GPU = {"on_gpu": True}  # the plan of a worker whose device counts as a GPU
@@ -517,6 +517,28 @@ def test_an_early_step_is_done_again_by_fewer_workers(job: Regroups, accumulate:
     assert job.end() == [0, 0], job.cluster.log()
     assert job.cluster.seen() == everything
     assert "Warning" not in job.cluster.log()
+
+
+@pytest.mark.parametrize("plan", [{}, EXACT], ids=["cpu", "exact on a GPU"])
+def test_the_samples_of_a_step_do_not_depend_on_the_number_of_workers(
+    job: Regroups, tmp_path: Path, plan: dict[str, Any]
+) -> None:
+    """Three workers train, then two, then three. One worker alone has the same steps, and nearly the same weights."""
+    plan = {"global_batch": 32, "ddp": {"broadcast_buffers": False}, **plan}
+    job.begin("abc", 1000, a=plan, b={"die_at": 3, **plan}, c=plan)
+    survivors = job.survivors()
+    for each in survivors if plan.get("on_gpu") else ():
+        release(each, job.cluster.generation)
+    job.regroup(survivors, stop_at=7)
+    job.regroup([*survivors, job.warm_up("d", 1000, **plan)])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    found, whole = job.cluster.final(), undisturbed_final(tmp_path / "whole", "a", 1000, plan)
+    assert job.cluster.seen() == everything
+    assert len(job.cluster.seen_in_steps()) == 4 * EPOCHS
+    first = network().state_dict()
+    for name in ("4.weight", "6.weight"):
+        moved = (whole["model"][name] - first[name]).norm()
+        assert (found["model"][name] - whole["model"][name]).norm() < 0.01 * moved, name
 
 
 def test_a_state_of_another_epoch_needs_a_restart(job: Regroups) -> None:

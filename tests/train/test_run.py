@@ -279,6 +279,46 @@ def test_accumulating_equals_a_larger_batch() -> None:
     assert torch.allclose(results[0], results[2])
 
 
+def test_a_step_of_a_fixed_number_of_samples() -> None:
+    data = torch.arange(23.0).reshape(23, 1)
+    results = []
+    for batch in (8, 4, 2):
+        run = spotrun.init()
+        model = run.ddp(nn.Linear(1, 1))
+        loader: DataLoader[Any] = DataLoader(data, batch_size=batch, sampler=spotrun.ElasticSampler(data))  # type: ignore[arg-type]
+        ends = []
+        for x in run.steps(loader, global_batch=8):
+            run.backward((model(x) ** 2).mean())
+            ends.append(run.completes_step)
+        assert run.step == sum(ends) == 3
+        assert len(ends) == -(-23 // batch)
+        results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.allclose(results[0], results[1])
+    assert torch.allclose(results[0], results[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch": 12}, "global_batch=12): give a multiple of the loader's batch_size, 8"),
+        ({"global_batch": 0}, "global_batch=0): give a multiple of the loader's batch_size, 8"),
+        ({"global_batch": 8, "accumulate": 2}, "leave out accumulate: it follows from the number of workers"),
+        ({"global_batch": 1.5}, "global_batch=1.5): give a whole number"),
+        ({"accumulate": 0}, "accumulate=0): give a number above 0"),
+    ],
+)
+def test_sizes_of_steps_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    data = torch.zeros(23, 1)
+    loader: DataLoader[Any] = DataLoader(data, batch_size=8, sampler=spotrun.ElasticSampler(data))  # type: ignore[arg-type]
+    with pytest.raises(SpotrunError, match=re.escape(message)):
+        next(iter(spotrun.init().steps(loader, **options)))
+
+
+def test_a_fixed_number_of_samples_needs_an_elastic_sampler() -> None:
+    with pytest.raises(SpotrunError, match="give the DataLoader an ElasticSampler and a batch_size"):
+        next(iter(spotrun.init().steps(DataLoader(torch.zeros(23, 1), batch_size=8), global_batch=8)))  # type: ignore[arg-type]
+
+
 def test_the_wrapper_is_like_the_module() -> None:
     run = spotrun.init()
     inner = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))

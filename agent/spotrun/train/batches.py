@@ -7,14 +7,14 @@ import logging
 import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from spotrun.errors import SpotrunError
 from spotrun.train.rng import Seeds, derive, prepare, reseed
-from spotrun.train.sampler import ElasticSampler, share, taken
+from spotrun.train.sampler import ElasticSampler, deal, share, taken
 
 AT_ONCE = 64  # batches that are described together: one in each step took 20 µs more (bench/RESULTS.md)
 END = object()  # in place of a batch: the loader has no more
@@ -31,7 +31,7 @@ class Batch:
     last: bool  # this batch completes the step
     end: int  # position in the epoch after this batch: samples, or batches without an ElasticSampler
     samples: int  # of this rank; 0: the batch only repeats samples
-    number: int = 0  # of the batch in its step, from 0
+    number: int = 0  # of the batch in its step, from 0; with `global_batch`: among the batches of all ranks
     own: range | None = None  # this rank's positions in the epoch, if known
 
     @property
@@ -69,10 +69,61 @@ def check(loader: Any, tracked: Collection[object]) -> None:
         )
 
 
+class StepSize(NamedTuple):
+    """What belongs to a step.
+
+    accumulate: batches of each rank. global_batch: samples of all ranks together; 0: as many as these batches have.
+    """
+
+    accumulate: int = 1
+    global_batch: int = 0
+
+    @property
+    def several(self) -> bool:
+        """Whether a step may have more than one batch of a rank."""
+        return self.accumulate > 1 or self.global_batch > 0
+
+
+ONE_EACH = StepSize()
+
+
+def step_size(loader: Any, accumulate: int, global_batch: int | None) -> StepSize:
+    """The size of the steps of `run.steps` with these arguments. Raises `SpotrunError` if they do not fit."""
+    if global_batch is None:
+        call = f"run.steps(loader, accumulate={accumulate!r})"
+        if (accumulate := whole_number(accumulate, call)) <= 0:
+            raise SpotrunError(f"{call}: give a number above 0")
+        return StepSize(accumulate)
+    call, batch = f"run.steps(loader, global_batch={global_batch!r})", getattr(loader, "batch_size", None)
+    global_batch = whole_number(global_batch, call)
+    if sampler_of(loader) is None or not batch:
+        raise SpotrunError(f"{call}: give the DataLoader an ElasticSampler and a batch_size")
+    if accumulate != 1:
+        raise SpotrunError(f"{call}: leave out accumulate: it follows from the number of workers")
+    if global_batch <= 0 or global_batch % batch:
+        raise SpotrunError(f"{call}: give a multiple of the loader's batch_size, {batch}")
+    return StepSize(1, global_batch)
+
+
+def warn_of_idle(size: StepSize, batch: int, world: int) -> None:
+    """Say that some of the workers have nothing to do."""
+    if size.global_batch and (count := size.global_batch // batch) < world:
+        log.warning(
+            "a step has %d batches for %d workers, so %d of them only wait: use a smaller batch_size, or fewer nodes",
+            count,
+            world,
+            world - count,
+        )
+
+
 def elastic(
-    position: int, n: int, batch: int, world: int, rank: int, accumulate: int = 1, drop_last: bool = False
+    position: int, n: int, batch: int, world: int, rank: int, size: StepSize = ONE_EACH, drop_last: bool = False
 ) -> Iterator[Batch]:
     """The rest of an epoch of `n` samples of an ElasticSampler, from `position` on."""
+    accumulate, global_batch = size
+    if global_batch:
+        yield from _dealt(position, n, batch, world, rank, global_batch, drop_last)
+        return
     whole = batch * world
     while accumulate == 1 and n - position >= whole:  # as below, in less time
         end = position + whole
@@ -90,6 +141,18 @@ def elastic(
             last = number == len(rounds) - 1
             yield Batch(len(own) * world / whole, last, start + count, len(own), number, own)
         position = at
+
+
+def _dealt(
+    position: int, n: int, batch: int, world: int, rank: int, global_batch: int, drop_last: bool
+) -> Iterator[Batch]:
+    while whole := taken(position, n, global_batch, 1, drop_last):
+        dealt = deal(position, n, batch, world, rank, global_batch)
+        for at, own in enumerate(dealt):
+            end = position + min(whole, (at + 1) * batch * world)
+            last = at == len(dealt) - 1
+            yield Batch(len(own) * world / whole, last, end, len(own), at * world + rank, own)
+        position += whole
 
 
 def plain(consumed: int, total: int | None, batch: int, accumulate: int = 1) -> Iterator[Batch]:
@@ -159,8 +222,11 @@ def _skip(iterator: Iterator[Any], count: int, seed: int, step: int, accumulate:
         next(iterator, None)
 
 
-def steps_in(n: int, batch: int, world: int, accumulate: int, drop_last: bool) -> int:
+def steps_in(n: int, batch: int, world: int, size: StepSize, drop_last: bool) -> int:
     """Steps in a whole epoch of an ElasticSampler."""
+    accumulate, global_batch = size
+    if global_batch:
+        return n // global_batch if drop_last else -(-n // global_batch)
     batches = n // (batch * world) if drop_last else -(-n // (batch * world))
     return -(-batches // accumulate)
 

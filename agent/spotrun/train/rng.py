@@ -122,7 +122,7 @@ def _memory(address: int) -> memoryview:
 
 def _of_python(generator: Any) -> memoryview | None:
     """The memory of the generator's state, if it lies there as in CPython 3.14 (_randommodule.c); else None."""
-    start, kind = object.__basicsize__, random.Random.__base__
+    start, kind = object.__basicsize__, random.Random.__mro__[1]
     if sys.implementation.name != "cpython" or kind.__basicsize__ < start + 4 * (_WORDS + 1):
         return None
     found = _memory(id(generator) + start)

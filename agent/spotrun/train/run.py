@@ -157,7 +157,7 @@ class Run:
 
     @property
     def completes_step(self) -> bool:
-        """Whether `optimizer.step()` follows `run.backward` of this batch. It is False only with `accumulate`."""
+        """Whether `optimizer.step()` follows `run.backward` of this batch, which is the last one of its step."""
         return self._batch.last
 
     @property
@@ -217,17 +217,19 @@ class Run:
         self._ended = n
         self._boundary.finish(begun)
 
-    def steps(self, loader: Any, accumulate: int = 1) -> Iterator[Any]:
+    def steps(self, loader: Any, accumulate: int = 1, global_batch: int | None = None) -> Iterator[Any]:
         """The loader's batches on `run.device`, from the restored position on. The body's end is the step boundary.
 
-        At the boundary, the worker takes snapshots, and stops when it is told to. accumulate: batches in one step; call
-        the optimizer when `run.completes_step`. A step left by `break` does not count.
+        At the boundary, the worker takes snapshots, and stops when it is told to. A step left by `break` is void.
+        accumulate: batches of each worker in one step. global_batch: instead, samples of all workers in one step, a
+        multiple of the loader's batch size. With either, call the optimizer when `run.completes_step`.
         """
+        size = batches.step_size(loader, accumulate, global_batch)
         self._check_steps(loader)
         boundary, clock, on_cpu = self._boundary, self._clock, self.device.type == "cpu"
         clock.resume()
         with boundary.loop, boundary.snapshots.guard or nullcontext():  # later code may change the state in any way
-            feed = self._feed(loader, accumulate)
+            feed = self._feed(loader, size)
             while (coming := next(feed, None)) is not None:
                 current, seeds = coming
                 self._batch = current
@@ -235,7 +237,7 @@ class Run:
                 batch = next(self._iterator, batches.END)
                 if batch is batches.END:
                     break
-                if accumulate > 1:
+                if size.several:
                     self._exchange(current.last)
                 self._inside = True
                 try:
@@ -250,7 +252,7 @@ class Run:
                     boundary.end_step(self._sampler, current.end)
                 if boundary.must_regroup:
                     self._join()
-                    feed = self._feed(loader, accumulate)
+                    feed = self._feed(loader, size)
         boundary.profiling.end_loop()
         next(self._iterator, None)  # lets the loader end its workers
         self._iterator = iter(())
@@ -325,8 +327,8 @@ class Run:
 
     def _void_if_in_step(self, error: Exception) -> bool:
         """Whether the script goes on after this error of a collective of its own, in a step that does not count."""
-        boundary = self._boundary
-        return self._inside and not boundary.loop.enters_again and boundary.void_if_a_peer_fails.handle(error)
+        ours = self._inside and not self._boundary.loop.enters_again
+        return ours and self._boundary.void_if_a_peer_fails.handle(error)
 
     def _see_collective(self, name: str, values: Iterable[Any]) -> None:
         """The script is about to call this collective. A newcomer must not call one that the others have passed."""
@@ -362,38 +364,37 @@ class Run:
             raise SpotrunError("run.steps before run.track(…): nothing is tracked, so no state can be saved")
         batches.check(loader, self._state.objects.values())
 
-    def _feed(self, loader: Any, accumulate: int) -> Iterator[tuple[batches.Batch, Seeds]]:
+    def _feed(self, loader: Any, size: batches.StepSize) -> Iterator[tuple[batches.Batch, Seeds]]:
         """Start the loader at the restored position, and describe the batches that it will give, with their seeds."""
-        described = self._describe(loader, accumulate)
-        return batches.with_seeds(described, self._state.seed, self.step, self.rank)
+        described, rank = self._describe(loader, size), 0 if size.global_batch else self.rank
+        return batches.with_seeds(described, self._state.seed, self.step, rank)
 
-    def _describe(self, loader: Any, accumulate: int) -> Iterator[batches.Batch]:
+    def _describe(self, loader: Any, size: batches.StepSize) -> Iterator[batches.Batch]:
         self._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
         self._exchange(True)  # a loop that accumulates may have ended before
         self._sampler = sampler = batches.sampler_of(loader)
-        size = getattr(loader, "batch_size", None) or 1
+        batch, world, seed = getattr(loader, "batch_size", None) or 1, self.world_size, self._state.seed
         if sampler is None:
-            total, consumed = batches.length_of(loader, accumulate), self._state.consumed
-            self._iterator = batches.begin_at(
-                loader, self._state.seed, self.epoch, self.step, self.rank, consumed, accumulate
-            )
-            each = size * self.world_size
+            accumulate, consumed = size.accumulate, self._state.consumed
+            total = batches.length_of(loader, accumulate)
+            self._iterator = batches.begin_at(loader, seed, self.epoch, self.step, self.rank, consumed, accumulate)
+            each = batch * world
             self._sizes = (None if total is None else total * each, each)
             self._estimate(None if total is None else -(-total // accumulate), consumed // accumulate)
-            return batches.plain(consumed, total, size, accumulate)
+            return batches.plain(consumed, total, batch, accumulate)
         drop_last = bool(getattr(loader, "drop_last", False))
-        sampler.bind(size, drop_last)
+        batches.warn_of_idle(size, batch, world)
+        sampler.bind(batch, drop_last, size.global_batch)
         sampler.set_epoch(self.epoch)
-        reseed(self._state.seed, self.step, "loader", self.rank)  # seeds of the loader's workers
+        reseed(seed, self.step, "loader", self.rank)  # seeds of the loader's workers
         sampler.resume()
         self._iterator = iter(loader)
         self._sizes = (sampler.n, 1)
-        done = sampler.position // (size * self.world_size * accumulate)
-        self._estimate(batches.steps_in(sampler.n, size, self.world_size, accumulate, drop_last), done)
-        return batches.elastic(sampler.position, sampler.n, size, self.world_size, self.rank, accumulate, drop_last)
+        done = sampler.position // (size.global_batch or batch * world * size.accumulate)
+        self._estimate(batches.steps_in(sampler.n, batch, world, size, drop_last), done)
+        return batches.elastic(sampler.position, sampler.n, batch, world, self.rank, size, drop_last)
 
     def _estimate(self, in_epoch: int | None, done: int) -> None:
         """Tell the agent how many steps the job has, if that is known."""
         if self._control is not None and in_epoch is not None:
-            total = self.step - done + in_epoch * max(1, self._epochs - self.epoch)
-            self._control.tell_total(total)
+            self._control.tell_total(self.step - done + in_epoch * max(1, self._epochs - self.epoch))

@@ -34,6 +34,18 @@ def share(position: int, n: int, batch: int, world: int, rank: int) -> range:
     return range(position + rank, min(n, position + batch * world), world)
 
 
+def deal(position: int, n: int, batch: int, world: int, rank: int, global_batch: int) -> list[range]:
+    """The rank's positions in each of its batches of the step at `position`, which takes `global_batch` samples.
+
+    The step's batches are dealt to the ranks in turn. All ranks have the same number of batches. The last one is empty
+    if there is none left for this rank.
+    """
+    end = min(n, position + global_batch)
+    starts = range(position, end, batch)
+    own = [range(start, min(start + batch, end)) for start in starts[rank::world]]
+    return own + [range(0)] * (-(-len(starts) // world) - len(own))
+
+
 _asked: list[Callable[[], None]] = []  # at most one
 
 
@@ -62,12 +74,13 @@ class ElasticSampler(Sampler[int]):
         self.position = 0
         self.batch = 1
         self.drop_last = False
+        self.global_batch = 0  # 0: a step has a batch of each rank, or several
         self._order: tuple[tuple[int, int], torch.Tensor] | None = None
         self._start = 0  # where the next pass begins
 
-    def bind(self, batch: int, drop_last: bool) -> None:
-        """Set the loader's options. The end of an epoch depends on them."""
-        self.batch, self.drop_last = batch, drop_last
+    def bind(self, batch: int, drop_last: bool, global_batch: int = 0) -> None:
+        """Set the loader's options, and how many samples a step has (see `run.steps`): the order depends on them."""
+        self.batch, self.drop_last, self.global_batch = batch, drop_last, global_batch
 
     def set_epoch(self, epoch: int) -> None:
         """Start an epoch, unless it is the current one."""
@@ -91,7 +104,7 @@ class ElasticSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         start, self._start = self._start, 0
-        return itertools.chain.from_iterable(self._parts(start))
+        return itertools.chain.from_iterable(self._dealt(start) if self.global_batch else self._parts(start))
 
     def _parts(self, position: int) -> Iterator[list[int]]:
         """This rank's samples from there on, in lists of one or more steps."""
@@ -107,6 +120,21 @@ class ElasticSampler(Sampler[int]):
                 # Pad with two samples, if they fit: BatchNorm cannot train on one.
                 yield self.indices(own if len(own) else range(min(2, self.batch, self.n)))
             position += count
+
+    def _dealt(self, position: int) -> Iterator[list[int]]:
+        """The same if all steps have `global_batch` samples."""
+        rank, world = rank_and_world()
+        found: list[int] = []
+        while count := taken(position, self.n, self.global_batch, 1, self.drop_last):
+            # A loader groups what it gets into batches, so only the last one of an epoch may be shorter.
+            pad = range(self.batch) if count == self.global_batch else range(min(2, self.batch, self.n))
+            for own in deal(position, self.n, self.batch, world, rank, self.global_batch):
+                found += self.indices(own or pad)
+            position += count
+            if len(found) >= AT_ONCE:
+                yield found
+                found = []
+        yield found
 
     def __len__(self) -> int:
         """Samples of one rank in a whole epoch, so that `len(loader)` is its number of steps."""
