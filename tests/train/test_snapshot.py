@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import mmap
 import os
@@ -29,7 +30,7 @@ from spotrun.state.control import SIZE, Control
 from spotrun.train import slot_files
 from spotrun.train.encoding import DTYPES, Encoder, decode
 from spotrun.train.group_health import GroupHealth
-from spotrun.train.schedule import pays
+from spotrun.train.schedule import CHECK_EVERY, next_check, pays
 from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer
 from spotrun.train.staging import Staging
@@ -469,6 +470,33 @@ def test_the_interval_keeps_the_stall_under_one_percent(stall: float, step_secon
 
 def test_while_the_time_of_a_step_is_not_known_a_snapshot_is_due() -> None:
     assert pays(1, stall=1.0, step_seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("stall", "step_seconds"), [(0.0002, 0.001), (0.003, 0.005), (0.03, 0.05), (0.03, 0.1), (5.0, 1.0)]
+)
+def test_no_step_at_which_a_snapshot_is_due_goes_without_a_check(stall: float, step_seconds: float) -> None:
+    for newest in (0, 37):
+        step = newest + 1
+        while not pays(step - newest, stall, step_seconds):
+            after = next_check(step, newest, 0, stall, step_seconds)
+            assert step < after <= step + CHECK_EVERY
+            assert not any(pays(each - newest, stall, step_seconds) for each in range(step + 1, after))
+            step = after
+
+
+@pytest.mark.parametrize("fixed", [1, 2, 7, 8, 9, 20])
+def test_with_a_fixed_interval_each_of_its_steps_has_a_check(fixed: int) -> None:
+    steps = list(itertools.accumulate(range(100), lambda step, _: next_check(step, 0, fixed, 0.1, 0.01), initial=1))
+    assert all(0 < after - step <= CHECK_EVERY for step, after in itertools.pairwise(steps))
+    assert set(range(fixed, steps[-1], fixed)) <= set(steps)
+
+
+@pytest.mark.parametrize("fixed", [0, 1000])
+def test_after_a_long_step_there_is_always_a_check(fixed: int) -> None:
+    """A snapshot that was dropped is taken again at the next check. Eight steps of a minute would be long."""
+    assert next_check(5, 0, fixed, stall=100.0, step_seconds=0.001) == 5 + CHECK_EVERY
+    assert next_check(5, 0, fixed, stall=100.0, step_seconds=60.0) == 6
 
 
 @pytest.mark.gpu

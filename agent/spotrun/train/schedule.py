@@ -26,12 +26,26 @@ log = logging.getLogger(__name__)
 LAST = 60.0  # seconds for which the last snapshot is tried again
 AGAIN = 1.0  # seconds between two tries
 STALL_SHARE = 0.01  # share of training time that adaptive snapshots may cost
-LOOK = 8  # steps between two looks whether a snapshot is due, at most. A look takes 4 µs, and a dropped snapshot waits
+CHECK_EVERY = 8  # steps from one check whether a snapshot is due to the next one, at most: a check takes 4 µs
+SHORT = 0.05  # seconds: after a longer step, always check. A snapshot that was dropped waits for the next check
 
 
 def pays(steps: int, stall: float, step_seconds: float) -> bool:
     """Whether a stall of `stall` seconds, once in so many steps, stays under 1 % of the time; 0 seconds: not known."""
     return step_seconds <= 0 or stall <= STALL_SHARE * step_seconds * steps
+
+
+def next_check(step: int, newest: int, fixed: int, stall: float, step_seconds: float) -> int:
+    """The step at which to check again whether a snapshot is due. None is due at `step`.
+
+    newest: step of the newest snapshot. fixed: steps from one snapshot to the next; 0: see `pays`. stall: seconds.
+    """
+    if step_seconds <= 0 or step_seconds > SHORT:
+        return step + 1
+    left: float = fixed - step % fixed if fixed else stall / (STALL_SHARE * step_seconds) - (step - newest)
+    if not fixed:
+        left /= 2  # the next steps may take longer
+    return step + max(1, int(min(CHECK_EVERY, left)))
 
 
 class Snapshots:
@@ -54,13 +68,13 @@ class Snapshots:
         self.writer: Writer | None = None
         self.section: Section | None = None
         self.guard: CopyGuard | None = None
-        self._look_at = 0  # before this step, no snapshot is due
         self._state, self._device, self._local_rank, self._models = state, device, local_rank, models
         self._clock, self._trouble = clock, trouble
         self._fixed = 0  # steps from one snapshot to the next; 0: adaptive
         self._control: Control | None = None
         self._newest = 0  # step of the newest snapshot
         self._base = 0  # step at which the newest generation began
+        self._next_check = 0  # the step at which to check whether a snapshot is due
 
     def prepare(self, context: Context, control: Control, new: bool) -> None:
         """new: no state was restored. After a restore others may wait: a large slot is laid out during the steps."""
@@ -95,13 +109,13 @@ class Snapshots:
         snapshot_soon: take a snapshot at the next chance. This node has the state in memory only.
         """
         self._base = self._newest = self._state.step
-        self._look_at = 0
+        self._next_check = 0
         if self.writer is not None and snapshot_soon:
             self.writer.dropped = True
 
     def end_step(self, forced: bool, alone: bool) -> None:
         """Take a snapshot if it is forced or due. alone: without the node's other workers (see `Writer.take`)."""
-        if forced or self._state.step >= self._look_at:
+        if forced or self._state.step >= self._next_check:
             self._end_step(forced, alone)
             self._clock.resume()
 
@@ -111,7 +125,7 @@ class Snapshots:
         # A forced snapshot must not be dropped: all of it is copied before training goes on.
         beside = set if forced or self.guard is None else self.guard.beside
         step, writer = self._state.step, self.writer
-        self._look_at = 0
+        self._next_check = 0
         if self.section is not None:
             self.section.end_step(step, beside, alone)
         if writer is None:
@@ -129,7 +143,7 @@ class Snapshots:
         elif self._base == step - 1:
             writer.make_room(self._state.encode)  # the first step has made the optimizer's state
         elif stall is not None and self.guard is None and not writer.shares:
-            self._look_at = self._look_again(step, stall)
+            self._next_check = next_check(step, self._newest, fixed, stall, self._clock.step_seconds)
 
     def finish(self) -> None:
         """Wait until a snapshot of the finished state is committed."""
@@ -188,13 +202,6 @@ class Snapshots:
         if self._fixed:
             return writer.dropped or step % self._fixed == 0
         return writer.dropped or pays(step - self._newest, stall, self._clock.step_seconds)
-
-    def _look_again(self, step: int, stall: float) -> int:
-        """The step at which to look again whether a snapshot is due. None is due at `step`."""
-        if self._fixed:
-            return min(step + LOOK, step - step % self._fixed + self._fixed)
-        left = stall / (STALL_SHARE * self._clock.step_seconds) - (step - self._newest)
-        return step + max(1, min(LOOK, int(left / 2)))  # the next steps may take longer
 
     def _announce(self, writer: Writer, step: int, stall: float | None) -> bool:
         """Have the node's workers copy the snapshot of the next step together, if one is due then and they can."""
