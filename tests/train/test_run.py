@@ -28,7 +28,7 @@ from bench.processes import STANDALONE
 from spotrun.errors import SpotrunError
 from spotrun.state import points, slots
 from spotrun.state.control import EXIT_PEER, Context, Control
-from spotrun.train import distributed, failures, metrics, schedule
+from spotrun.train import batches, distributed, failures, metrics, schedule
 
 ROOT = Path(__file__).parents[2]
 
@@ -317,6 +317,36 @@ def test_sizes_of_steps_that_do_not_fit(options: dict[str, Any], message: str) -
 def test_a_fixed_number_of_samples_needs_an_elastic_sampler() -> None:
     with pytest.raises(SpotrunError, match="give the DataLoader an ElasticSampler and a batch_size"):
         next(iter(spotrun.init().steps(DataLoader(torch.zeros(23, 1), batch_size=8), global_batch=8)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"global_batch": 8}])
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_optimizer_that_does_not_wait_for_the_end_of_a_step_gets_a_warning(
+    caplog: pytest.LogCaptureFixture, options: dict[str, Any], asks: bool
+) -> None:
+    run, data = spotrun.init(), torch.zeros(23, 1)
+    model = run.ddp(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = spotrun.ElasticSampler(data)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(data, batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+    for _ in run.epochs(2):
+        for x in run.steps(loader, **options):
+            run.backward(model(x).mean())
+            if run.completes_step or not asks:
+                optimizer.step()
+        with torch.no_grad():
+            model.module.weight.clamp_(-1, 1)
+    assert caplog.text.count("call the optimizer only if run.completes_step") == (not asks)
+
+
+def test_workers_without_a_batch_are_named_once_and_not_in_each_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    batches.warn_of_idle.cache_clear()
+    for world in (1, 2, 3, 3, 4, 3):
+        batches.warn_of_idle(batches.StepSize(global_batch=16), 8, world)
+    assert [each.getMessage().split(":")[0] for each in caplog.records] == [
+        "a step has only 2 batches for 3 workers, so some of them only repeat samples",
+        "a step has only 2 batches for 4 workers, so some of them only repeat samples",
+    ]
 
 
 def test_the_wrapper_is_like_the_module() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import operator
@@ -105,14 +106,15 @@ def step_size(loader: Any, accumulate: int, global_batch: int | None) -> StepSiz
     return StepSize(1, global_batch)
 
 
+@functools.cache  # once for each number of workers, not in each epoch
 def warn_of_idle(size: StepSize, batch: int, world: int) -> None:
-    """Say that some of the workers have nothing to do."""
+    """Say that some of the workers do nothing that counts."""
     if size.global_batch and (count := size.global_batch // batch) < world:
         log.warning(
-            "a step has %d batches for %d workers, so %d of them only wait: use a smaller batch_size, or fewer nodes",
+            "a step has only %d batches for %d workers, so some of them only repeat samples: "
+            "use a smaller batch_size, or fewer workers",
             count,
             world,
-            world - count,
         )
 
 

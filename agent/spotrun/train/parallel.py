@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import PurePath
@@ -26,6 +27,7 @@ _OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
 _CONSTANT = (type(None), bool, int, float, str, bytes, PurePath)  # what a hook cannot change
 _BUCKET = 250 << 20  # bytes a broadcast of buffers takes at once, as DDP does
+log = logging.getLogger(__name__)
 
 
 class Parallel(nn.Module):
@@ -157,7 +159,7 @@ class Parallel(nn.Module):
         if used is not None:
             used.begin(ddp.require_backward_grad_sync)
         try:
-            return ddp.forward(*args, **kwargs)  # not its __call__: nobody can have put a hook on it
+            return ddp.forward(*args, **kwargs)  # its __call__ looks for hooks, and it has none
         except Exception as error:  # DDP has a collective here in an early step
             if not collectives.handled(error):
                 raise
@@ -248,6 +250,39 @@ class Parallel(nn.Module):
 
     def __repr__(self) -> str:
         return f"Parallel({self.module!r})"
+
+
+class Exchange:
+    """Says which backward passes average gradients over the ranks: those of the last batch of each step."""
+
+    def __init__(self, models: Sequence[Parallel]) -> None:
+        self._models = models
+        self._before: int | None = None  # of the parameters, when a batch began that does not complete its step
+        self._checks = True  # until one such batch has ended
+
+    def begin(self, last: bool) -> None:
+        """The next batch of a step begins. last: it completes the step."""
+        if self._before is not None and self._checks:
+            self._checks = False
+            if self._before != self._versions():
+                log.warning(
+                    "a parameter has changed in a batch that does not complete its step, so the workers' models differ "
+                    "from now on: call the optimizer only if run.completes_step"
+                )
+        self._turn(last)
+        self._before = None if last or not self._checks else self._versions()
+
+    def end(self) -> None:
+        """The loop over steps ends, or begins: later code may change the parameters."""
+        self._before = None
+        self._turn(True)
+
+    def _turn(self, on: bool) -> None:
+        for model in self._models:
+            model.exchange(on)
+
+    def _versions(self) -> int:
+        return sum(each._version for model in self._models for each in model.parameters())
 
 
 def share(tensors: Iterable[torch.Tensor]) -> None:

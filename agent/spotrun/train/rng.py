@@ -1,4 +1,4 @@
-"""Random numbers as a function of (seed, step, rank).
+"""Random numbers as a function of (seed, step, rank), or of (seed, step, batch) if a step has a `global_batch`.
 
 Every generator is seeded before each batch, so a snapshot holds no generator states. Any rank's snapshot serves all
 ranks, and a resumed step draws the same numbers as an undisturbed one.
@@ -121,7 +121,7 @@ def _memory(address: int) -> memoryview:
 
 
 def _of_python(generator: Any) -> memoryview | None:
-    """The memory of the generator's state, if it lies there as in CPython 3.14 (_randommodule.c); else None."""
+    """The memory of the generator's state, if it lies there as in CPython 3.11 to 3.14 (_randommodule.c); else None."""
     start, kind = object.__basicsize__, random.Random.__mro__[1]
     if sys.implementation.name != "cpython" or kind.__basicsize__ < start + 4 * (_WORDS + 1):
         return None

@@ -30,7 +30,7 @@ from spotrun.train.distributed import (
     rank_and_world,
 )
 from spotrun.train.encoding import Stateful
-from spotrun.train.parallel import Parallel, include_unfrozen
+from spotrun.train.parallel import Exchange, Parallel, include_unfrozen
 from spotrun.train.regroup import Membership
 from spotrun.train.rng import Seeds, reseed, seed_all
 from spotrun.train.sampler import ElasticSampler, when_asked
@@ -96,6 +96,7 @@ class Run:
         self._control = control  # only under spotrun
         self._state = TrainingState(seed)
         self._models: list[Parallel] = []
+        self._exchange = Exchange(self._models)
         self._membership: Membership | None = None  # only under spotrun
         if context is not None and control is not None:
             self._membership = Membership(context, control, device, backend, self._models)
@@ -238,7 +239,7 @@ class Run:
                 if batch is batches.END:
                     break
                 if size.several:
-                    self._exchange(current.last)
+                    self._exchange.begin(current.last)
                 self._inside = True
                 try:
                     yield batch if on_cpu else batches.to_device(batch, self.device)
@@ -337,10 +338,6 @@ class Run:
             self._membership.restarts(f"the script calls {name} after run.track, and before run.steps in an epoch")
         self._boundary.see_collective(name, values)
 
-    def _exchange(self, on: bool) -> None:
-        for model in self._models:
-            model.exchange(on)
-
     def _join(self) -> None:
         """Leave this generation and join the next one."""
         self._boundary.regroup()
@@ -371,7 +368,7 @@ class Run:
 
     def _describe(self, loader: Any, size: batches.StepSize) -> Iterator[batches.Batch]:
         self._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
-        self._exchange(True)  # a loop that accumulates may have ended before
+        self._exchange.end()  # a loop that accumulates may have ended before
         self._sampler = sampler = batches.sampler_of(loader)
         batch, world, seed = getattr(loader, "batch_size", None) or 1, self.world_size, self._state.seed
         if sampler is None:

@@ -1,8 +1,9 @@
 """Which rank sees which sample when: a global order that does not depend on the number of workers.
 
 An epoch's permutation is a function of (seed, epoch). Each step takes the next batch * world positions of it. Rank r
-gets every world-th of these, from the r-th on. So the position alone says what has been seen, even if the world size
-changes.
+gets every world-th of these, from the r-th on. If a step has a number of samples of its own (`global_batch`), it takes
+so many positions, and the ranks get them batch by batch. So the position alone says what has been seen, even if the
+world size changes.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class ElasticSampler(Sampler[int]):
 
     Give it to a `DataLoader` as `sampler`, track it (`run.track(sampler=sampler)`) and iterate with
     `run.steps(loader)`, which sets the batch size and moves `position` at each step boundary. All ranks make the same
-    number of steps. A rank that has no sample left in the last step gets repeated samples, and its `run.padding` is
-    True. The last step of an epoch may leave a rank one sample. BatchNorm cannot train on one sample: use
+    number of steps. A rank that has no sample left in a step gets repeated samples, and its `run.padding` is True. The
+    last step of an epoch may leave a rank one sample. BatchNorm cannot train on one sample: use
     `drop_last=True` with it.
     """
 
@@ -122,7 +123,7 @@ class ElasticSampler(Sampler[int]):
             position += count
 
     def _dealt(self, position: int) -> Iterator[list[int]]:
-        """The same if all steps have `global_batch` samples."""
+        """The same if a step has `global_batch` samples of all ranks."""
         rank, world = rank_and_world()
         found: list[int] = []
         while count := taken(position, self.n, self.global_batch, 1, self.drop_last):
@@ -137,7 +138,7 @@ class ElasticSampler(Sampler[int]):
         yield found
 
     def __len__(self) -> int:
-        """Samples of one rank in a whole epoch, so that `len(loader)` is its number of steps."""
+        """Samples of one rank in a whole epoch: `len(loader)` is its number of batches, unless with `global_batch`."""
         for call in _asked:
             call()
         return -(-self.n // rank_and_world()[1])
