@@ -535,6 +535,7 @@ def test_the_samples_of_a_step_do_not_depend_on_the_number_of_workers(
     found, whole = job.cluster.final(), undisturbed_final(tmp_path / "whole", "a", 1000, plan)
     assert job.cluster.seen() == everything
     assert len(job.cluster.seen_in_steps()) == 4 * EPOCHS
+    assert "completes_step" not in job.cluster.log()  # a state that was loaded is no mistake of the script
     first = network().state_dict()
     for name in ("4.weight", "6.weight"):
         moved = (whole["model"][name] - first[name]).norm()
