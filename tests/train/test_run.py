@@ -339,11 +339,12 @@ def test_an_optimizer_that_does_not_wait_for_the_end_of_a_step_gets_a_warning(
     assert caplog.text.count("call the optimizer only if run.completes_step") == (not asks)
 
 
-def test_workers_without_a_batch_are_named_once_and_not_in_each_epoch(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_of_idle_workers_comes_when_their_number_changes(caplog: pytest.LogCaptureFixture) -> None:
     batches.warn_of_idle.cache_clear()
-    for world in (1, 2, 3, 3, 4, 3):
+    for world in (1, 2, 3, 3, 2, 3, 4):
         batches.warn_of_idle(batches.StepSize(global_batch=16), 8, world)
     assert [each.getMessage().split(":")[0] for each in caplog.records] == [
+        "a step has only 2 batches for 3 workers, so some of them only repeat samples",
         "a step has only 2 batches for 3 workers, so some of them only repeat samples",
         "a step has only 2 batches for 4 workers, so some of them only repeat samples",
     ]

@@ -106,7 +106,7 @@ def step_size(loader: Any, accumulate: int, global_batch: int | None) -> StepSiz
     return StepSize(1, global_batch)
 
 
-@functools.cache  # once for each number of workers, not in each epoch
+@functools.lru_cache(1)  # again if the number of workers has changed, not in each epoch
 def warn_of_idle(size: StepSize, batch: int, world: int) -> None:
     """Say that some of the workers do nothing that counts."""
     if size.global_batch and (count := size.global_batch // batch) < world:
