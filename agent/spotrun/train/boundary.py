@@ -143,6 +143,7 @@ class Boundary:
         draining = step == stop_at
         if (noted := self._noted) is not None and step >= noted.next:
             noted.end_step(step, self.clock.step_seconds)
+            self.clock.resume()
         try:
             self.snapshots.end_step(draining or step == snapshot_at, draining)
         except Exception as error:
@@ -162,8 +163,7 @@ class Boundary:
         The process ends instead if it cannot go on from that state: a restarted one can.
         """
         assert self._membership is not None
-        assert self._control is not None
-        assert self._context is not None
+        assert self._control is not None and self._context is not None
         error, self._void, self.must_regroup, self._doubt = self._void, None, False, False
         self._keep(self._context, error)
         if self._membership.survives:  # on a GPU, it stays true until this worker joins another generation
