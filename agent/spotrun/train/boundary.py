@@ -99,8 +99,7 @@ class Boundary:
             if self._noted is None and self._context.exact:
                 log.warning("exact: true does not help this script: after a death, the newest snapshot counts")
         if self._context.warm_up:
-            self._enter(control)
-            return
+            return self._enter(control)
         with self.exit_if_a_peer_fails:
             found = self._find(self._context)
             if found is not None:
@@ -163,7 +162,8 @@ class Boundary:
         The process ends instead if it cannot go on from that state: a restarted one can.
         """
         assert self._membership is not None
-        assert self._control is not None and self._context is not None
+        assert self._control is not None
+        assert self._context is not None
         error, self._void, self.must_regroup, self._doubt = self._void, None, False, False
         self._keep(self._context, error)
         if self._membership.survives:  # on a GPU, it stays true until this worker joins another generation

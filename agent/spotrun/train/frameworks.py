@@ -29,12 +29,12 @@ def load(module: str, call: str, requirement: str) -> Any:
         raise SpotrunError(f"{call}: name {requirement} in requirements ({error})") from error
 
 
-def refuse_elastic(run: Run, call: str) -> None:
-    """Raise `SpotrunError` if the number of workers may change. call: the script's."""
+def refuse_elastic(run: Run, call: str, instead: str = "") -> None:
+    """Raise `SpotrunError` if the number of workers may change. call: the script's. instead: what it can write."""
     if run._membership is not None and run._membership.context.elastic:
         raise SpotrunError(
-            f"{call}: a Trainer counts its steps by the number of workers, so it must not change: give nodes one "
-            "number in the job file, such as nodes: 2"
+            f"{call}: a Trainer counts its steps by the number of workers, so it must not change: {instead}give nodes "
+            "one number in the job file, such as nodes: 2"
         )
 
 

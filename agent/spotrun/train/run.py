@@ -279,9 +279,10 @@ class Run:
         if batch.last and (guard := boundary.snapshots.guard) is not None:
             guard()
 
-    def train(self, trainer: Any, **options: Any) -> Any:
+    def train(self, trainer: Any, global_batch: int | None = None, **options: Any) -> Any:
         """`trainer.train(**options)` for a Trainer of Hugging Face, which goes on where it was (docs/training.md)."""
-        return frameworks.load("hugging_face.train", "run.train", "transformers>=5.24").train(self, trainer, options)
+        module = frameworks.load("hugging_face.train", "run.train", "transformers>=5.24")
+        return module.train(self, trainer, options, global_batch)
 
     def fit(self, trainer: Any, *args: Any, **options: Any) -> None:
         """`trainer.fit(…)` for a Trainer of PyTorch Lightning, which goes on where it was (docs/training.md)."""

@@ -27,6 +27,7 @@ from spotrun.errors import SpotrunError
 from spotrun.train.batches import Batch
 from spotrun.train.changing import Changing
 from spotrun.train.frameworks import LeaveLoop, until_it_ends
+from spotrun.train.hugging_face.dealt import Deal
 from spotrun.train.hugging_face.state import Rest
 from spotrun.train.parallel import share
 from spotrun.train.rng import reseed
@@ -38,12 +39,13 @@ if TYPE_CHECKING:
 class TrainingLoop:
     """Takes the place of a Trainer's `_inner_training_loop`.
 
-    model: what `run.track` names. folder: an empty one, for the checkpoint from which the Trainer goes on.
+    model: what `run.track` names. folder: an empty one, for the checkpoint from which the Trainer goes on. deal: deals
+    the batches of a step to the workers; None: each worker has its own.
     """
 
-    def __init__(self, run: Run, trainer: Any, rest: Rest, model: Any, folder: str) -> None:
+    def __init__(self, run: Run, trainer: Any, rest: Rest, model: Any, folder: str, deal: Deal | None) -> None:
         self._run, self._trainer, self._rest, self._model, self._folder = run, trainer, rest, model, Path(folder)
-        self._steps = Steps(run, trainer, rest, model)
+        self._deal, self._steps = deal, Steps(run, trainer, rest, model, deal)
         trainer.callback_handler.callbacks.insert(0, self._steps)  # what others do in a step belongs to that step
         self._loop = trainer._inner_training_loop
         trainer._inner_training_loop = self
@@ -115,6 +117,8 @@ class TrainingLoop:
             vars(state).update(place)
         vars(self._trainer).pop("_eval_dataloaders", None)  # a loader that stays has the samples of another rank
         self._rest.workers = self._run.world_size
+        if self._deal is not None:
+            self._deal.settle_in(self._run.rank, self._run.world_size)
 
     def _agree(self, result: TrainOutput) -> TrainOutput:
         """Give all ranks the model with which rank 0 has ended, and rank 0's result. Returns that result.
@@ -134,8 +138,8 @@ class TrainingLoop:
 class Steps(TrainerCallback):
     """The boundary between two steps of a Trainer, and its log."""
 
-    def __init__(self, run: Run, trainer: Any, rest: Rest, model: Any) -> None:
-        self._run, self._trainer, self._rest, self._model = run, trainer, rest, model
+    def __init__(self, run: Run, trainer: Any, rest: Rest, model: Any, deal: Deal | None) -> None:
+        self._run, self._trainer, self._rest, self._model, self._deal = run, trainer, rest, model, deal
         self._done = False  # whether a step is done that is not counted yet
         self._timed = 0.0  # when that step ended, or the last evaluation or checkpoint after it
         self._epoch = -1  # passes over the dataset that have begun, from 0
@@ -168,8 +172,10 @@ class Steps(TrainerCallback):
         self._rest.note()
         if isinstance(self._model, Changing):
             self._model.begin()
-        self._samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        run._sizes, run._epochs = (0.0, self._samples * run.world_size), state.num_train_epochs + 1
+        whole = args.per_device_train_batch_size * args.gradient_accumulation_steps * run.world_size
+        whole = whole if self._deal is None else self._deal.samples
+        self._samples = whole // run.world_size
+        run._sizes, run._epochs = (0.0, whole), state.num_train_epochs + 1
         if run._control is not None:
             run._control.tell_total(run.step + state.max_steps - state.global_step)
 
@@ -187,7 +193,18 @@ class Steps(TrainerCallback):
         run._state.epoch = int(state.epoch or 0)
         run._batch = Batch(1.0, True, state.global_step + 1, self._samples)
         run._inside = True
-        reseed(run._state.seed, run.step, 0, run.rank)
+        self._begin_batch(0)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._deal is not None:
+            self._begin_batch(self._deal.number + 1)
+
+    def _begin_batch(self, number: int) -> None:
+        run = self._run
+        if self._deal is None:
+            reseed(run._state.seed, run.step, 0, run.rank)
+        else:  # the same numbers, whichever rank has the batch
+            reseed(run._state.seed, run.step, self._deal.begin_batch(number), 0)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """As at the end of `run.backward`."""

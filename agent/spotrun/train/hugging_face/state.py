@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from spotrun.errors import SpotrunError
 from spotrun.train.distributed import rank_and_world
 from spotrun.train.frameworks import check_workers
+from spotrun.train.hugging_face.dealt import Deal
 
 # In a Trainer's state, what differs between ranks: the times in its log, and the rank's place, which it sets itself.
 _TIMES = ("_runtime", "_per_second", "_preparation_time")
@@ -33,11 +34,11 @@ class Rest:
 
     changes_with_optimizer = True  # and what changes before, `put_back` puts back
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, deal: Deal | None) -> None:
         self.saved: dict[str, Any] = {}
         self.result: TrainOutput | None = None
         self.workers = rank_and_world()[1]
-        self._trainer = trainer
+        self._trainer, self._deal = trainer, deal
         # The Trainer's state, its values, the length of its log; numbers of the Trainer; values of its callbacks.
         self._noted: tuple[TrainerState, dict[str, Any], int, dict[str, Any], list[Any]] | None = None
         self._history: list[Any] = []  # the Trainer's log, and as lines: each snapshot has all of it
@@ -61,6 +62,8 @@ class Rest:
         args, data = self._trainer.args, self._trainer.train_dataset
         values = {each.name: getattr(args, each.name) for each in fields(args) if each.name not in _OWN_NUMBERS}
         numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
+        if self._deal is not None:  # then this one follows from the number of workers
+            numbers |= {"gradient_accumulation_steps": 1, "global_batch": self._deal.samples}
         return {**numbers, "len(train_dataset)": len(data) if hasattr(data, "__len__") else None}
 
     def compare(self) -> None:
@@ -116,8 +119,15 @@ class Rest:
         return json.dumps({**self.saved["state"], "log_history": log}, default=_plain)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Keep it for `give`. Raises `SpotrunError` if it is of another number of workers."""
-        check_workers(saved["workers"], "run.train")
+        """Keep it for `give`. Raises `SpotrunError` if the Trainer would not go on with the same steps."""
+        before, now = saved.get("plan", {}).get("global_batch"), self._deal and self._deal.samples
+        if before != now:
+            raise SpotrunError(
+                f"run.train: the saved state is of global_batch={before}, and this script has global_batch={now}: "
+                "submit a changed script as a new job"
+            )
+        if now is None:
+            check_workers(saved["workers"], "run.train")
         self.saved = saved
         self.result = TrainOutput(**saved["result"]) if "result" in saved else None
 

@@ -24,6 +24,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from spotrun.errors import SpotrunError
 from spotrun.train.changing import Changing
 from spotrun.train.frameworks import refuse_elastic
+from spotrun.train.hugging_face.dealt import Deal
 from spotrun.train.hugging_face.loop import TrainingLoop
 from spotrun.train.hugging_face.state import Rest
 from spotrun.train.metrics import Clock
@@ -37,13 +38,17 @@ _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")  # accelerate's names for what s
 _OLDEST = (5, 24)  # of transformers
 
 
-def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
+def train(run: Run, trainer: Any, options: dict[str, Any], global_batch: int | None) -> Any:
     """Have the Trainer train, from the restored state on. Returns what `trainer.train(**options)` returns.
 
+    global_batch: samples of all workers in a step; then their number may change. None: as many as the Trainer says.
     Raises `SpotrunError` for a Trainer that could not go on after an interruption.
     """
     _check(run, trainer, options)
-    whole, rest = _prepare(run, trainer), Rest(trainer)
+    if global_batch is None:
+        refuse_elastic(run, "run.train", "write run.train(trainer, global_batch=…), or ")
+    deal = None if global_batch is None else Deal(trainer, global_batch)
+    whole, rest = _prepare(run, trainer), Rest(trainer, deal)
     model = whole if all(each.requires_grad for each in trainer.model.parameters()) else Changing(trainer.model)
     boundary = run._boundary
     boundary.loop.enters_again = True
@@ -60,7 +65,7 @@ def train(run: Run, trainer: Any, options: dict[str, Any]) -> Any:
         boundary.loop,
         boundary.snapshots.guard or nullcontext(),
     ):
-        loop = TrainingLoop(run, trainer, rest, model, folder)
+        loop = TrainingLoop(run, trainer, rest, model, folder, deal)
         if rest.saved:
             options = {**options, "resume_from_checkpoint": loop.write_state()}
         if rest.result is None:  # one more call would train on, if training has stopped in the middle of an epoch
@@ -110,7 +115,6 @@ def _check(run: Run, trainer: Any, options: dict[str, Any]) -> None:
             f"run.train: {trainer.args.output_dir} has no checkpoint. Leave out resume_from_checkpoint=True: after an "
             "interruption, run.train goes on without it"
         )
-    refuse_elastic(run, "run.train")
 
 
 def _has_checkpoint(folder: str | None) -> bool:

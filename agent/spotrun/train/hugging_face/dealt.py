@@ -1,0 +1,163 @@
+"""Steps of a Trainer with the same samples for any number of workers: `run.train(trainer, global_batch=…)`.
+
+The batches of a step go to the workers in turn, as with `run.steps(loader, global_batch=…)`. A Trainer counts its steps
+by batches, so each worker needs the same number of them: if the batches cannot be divided evenly, a worker repeats the
+first one of the step, and its loss counts nothing.
+
+Read in transformers 5.24: `_run_epoch`, `set_initial_training_values`, `training_step`, `compute_loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
+
+from spotrun.errors import SpotrunError
+from spotrun.train import batches
+
+
+class Dealt:
+    """A batch sampler: this rank's batches. batch_sampler: gives the batches of all ranks, in one order on each rank.
+
+    count: batches in a step.
+    """
+
+    def __init__(self, batch_sampler: Any, count: int, world: int, rank: int) -> None:
+        # Here, a Trainer and accelerate look for `set_epoch`.
+        self.batch_sampler, self.sampler = batch_sampler, getattr(batch_sampler, "sampler", None)
+        self._count, self._world, self._rank = count, world, rank
+
+    def __iter__(self) -> Iterator[list[int]]:
+        whole = iter(self.batch_sampler)
+        while step := list(islice(whole, self._count)):
+            own = step[self._rank :: self._world]
+            yield from own
+            if len(own) < -(-len(step) // self._world):
+                yield step[0]
+
+    def __len__(self) -> int:
+        steps, rest = divmod(len(self.batch_sampler), self._count)
+        return steps * -(-self._count // self._world) + -(-rest // self._world)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What the batches of an epoch weigh.
+
+    batch: samples of a whole batch. count: batches in a step of all ranks. total: batches in the epoch, of all ranks.
+    last: samples of the last one.
+    """
+
+    batch: int
+    count: int
+    total: int
+    last: int
+    world: int
+    rank: int
+
+    @classmethod
+    def of(cls, batch_sampler: Any, batch: int, count: int, world: int, rank: int) -> Epoch:
+        """The epoch of a batch sampler that gives the batches of all ranks."""
+        sampler: Any = getattr(batch_sampler, "sampler", None)
+        total = len(batch_sampler)
+        last = len(sampler) - (total - 1) * batch if hasattr(sampler, "__len__") else batch
+        return cls(batch, count, total, last if 0 < last <= batch else batch, world, rank)
+
+    @property
+    def steps(self) -> int:
+        return max(1, -(-self.total // self.count))
+
+    def factor(self, step: int, number: int) -> float:
+        """For the loss of this rank's batch of this number in the step, which a Trainer divides by their number.
+
+        With it, the mean over all ranks is that over all samples of the step. 0: the batch only repeats samples.
+        """
+        first = step % self.steps * self.count
+        there = min(self.count, self.total - first)
+        rounds, at = -(-there // self.world), number * self.world + self.rank
+        if at >= there:
+            return 0.0
+        ends = first + there == self.total  # the epoch
+        samples = there * self.batch - (self.batch - self.last if ends else 0)
+        own = self.last if ends and at == there - 1 else self.batch
+        return own * self.world * rounds / samples
+
+
+class Deal:
+    """Has a Trainer train with `global_batch` samples in each step, for any number of workers."""
+
+    def __init__(self, trainer: Any, global_batch: int) -> None:
+        args = trainer.args
+        call = f"run.train(trainer, global_batch={global_batch!r})"
+        global_batch, batch = batches.whole_number(global_batch, call), args.per_device_train_batch_size
+        if global_batch <= 0 or global_batch % batch:
+            raise SpotrunError(f"{call}: give a multiple of per_device_train_batch_size, {batch}")
+        for wrong, what in (
+            (args.gradient_accumulation_steps > 1, "leave out gradient_accumulation_steps: it follows from both"),
+            (not hasattr(trainer.train_dataset, "__len__"), "the training dataset needs a length"),
+            (not args.average_tokens_across_devices, "leave average_tokens_across_devices=True"),
+        ):
+            if wrong:
+                raise SpotrunError(f"{call}: {what}")
+        self.size = batches.StepSize(1, global_batch)
+        self.samples = global_batch
+        self._trainer, self._batch, self._count = trainer, batch, global_batch // batch
+        self._epoch: Epoch | None = None
+        self.number = 0  # of this rank's batch in its step
+        self._load, trainer.get_train_dataloader = trainer.get_train_dataloader, self._load_dealt
+        self._lose, trainer.compute_loss = trainer.compute_loss, self._weighted_loss
+        self._tell, trainer._get_num_items_in_batch = trainer._get_num_items_in_batch, self._count_items
+
+    def settle_in(self, rank: int, world: int) -> None:
+        """This worker's rank, and the number of workers, are known or have changed."""
+        batches.warn_of_idle(self.size, self._batch, world)
+        self._rank, self._world = rank, world
+        self._trainer.args.gradient_accumulation_steps = -(-self._count // world)
+
+    def begin_batch(self, number: int) -> int:
+        """This batch of the step begins: its number among the batches of all ranks."""
+        self.number = number
+        return number * self._world + self._rank
+
+    def _load_dealt(self) -> Any:
+        loader = self._load()
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper only asks this one
+        sampler = getattr(inner, "batch_sampler", None)
+        if isinstance(sampler, BatchSamplerShard):
+            sampler = sampler.batch_sampler
+        if sampler is None or isinstance(loader, DataLoaderDispatcher) or not hasattr(sampler, "__len__"):
+            raise SpotrunError("run.train: global_batch needs a DataLoader whose batches each rank loads for itself")
+        vars(inner)["batch_sampler"] = Dealt(sampler, self._count, self._world, self._rank)  # it forbids `=`
+        self._epoch = Epoch.of(sampler, self._batch, self._count, self._world, self._rank)
+        return loader
+
+    def _factor(self, number: int) -> float:
+        return 1.0 if self._epoch is None else self._epoch.factor(self._trainer.state.global_step, number)
+
+    def _weighted_loss(self, *args: Any, **options: Any) -> Any:
+        """Takes the place of a Trainer's `compute_loss`."""
+        found = self._lose(*args, **options)
+        if not self._trainer.model.training:
+            return found
+        factor = self._factor(self.number)
+        if factor and options.get("num_items_in_batch") is not None:
+            return found  # it is divided by the number of items of all ranks
+        return (found[0] * factor, *found[1:]) if isinstance(found, tuple) else found * factor
+
+    def _count_items(self, samples: list[Any], *args: Any, **options: Any) -> Any:
+        """Takes the place of a Trainer's `_get_num_items_in_batch`: repeated samples do not count."""
+        counted = [
+            each if self._factor(number) or not isinstance(each, Mapping) else _without_labels(each)
+            for number, each in enumerate(samples)
+        ]
+        return self._tell(counted, *args, **options)
+
+
+def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: batch[name] for name in ("labels", "shift_labels") if isinstance(batch.get(name), torch.Tensor)}
+    return {**batch, **{name: torch.full_like(each, -100) for name, each in found.items()}}
