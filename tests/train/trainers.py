@@ -404,4 +404,4 @@ def _attempt(run: Any, trainer: Any, **options: Any) -> None:
     try:
         run.train(trainer, **options)
     except SpotrunError as error:
-        print("refused:", error, flush=True)
+        print(f"refused: {error}\n", end="", flush=True)  # in one piece: two workers write to this log
