@@ -407,14 +407,15 @@ def test_a_trainer_of_another_framework_is_named_without_this_framework(
 
 def test_only_a_missing_module_is_the_scripts_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     """One machine's libraries may be why a module cannot be loaded."""
+    trainer = type("Trainer", (), {"__module__": "transformers.trainer"})()
     monkeypatch.delitem(sys.modules, "spotrun.train.hugging_face.train", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MisuseError, match=r"run\.train: name transformers in requirements"):
-        frameworks.load("hugging_face.train", "run.train", "transformers")
+    with pytest.raises(MisuseError, match=r"run\.train: name transformers>=5\.24 in requirements"):
+        frameworks.load(trainer, "hugging_face.train", "run.train")
     broken = ImportError("libcudart.so: cannot open shared object file")
     monkeypatch.setattr(importlib, "import_module", Mock(side_effect=broken))
     with pytest.raises(SpotrunError, match="libcudart") as caught:
-        frameworks.load("hugging_face.train", "run.train", "transformers")
+        frameworks.load(trainer, "hugging_face.train", "run.train")
     assert not isinstance(caught.value, MisuseError)
 
 

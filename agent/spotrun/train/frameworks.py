@@ -23,14 +23,16 @@ class _Call(NamedTuple):
     text: str  # as a script writes it
     takes: str
     modules: tuple[str, ...]  # that have the Trainer's base class
+    requirement: str
 
 
 _CALLS = {
-    "run.train": _Call("run.train(trainer)", "a transformers.Trainer", ("transformers.trainer",)),
+    "run.train": _Call("run.train(trainer)", "a transformers.Trainer", ("transformers.trainer",), "transformers>=5.24"),
     "run.fit": _Call(
         "run.fit(trainer, module, …)",
         "a Trainer of Lightning",
         ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"),
+        "lightning>=2.6",
     ),
 }
 
@@ -39,13 +41,14 @@ class LeaveLoop(BaseException):
     """Leads out of a framework's loop: this worker must join another generation."""
 
 
-def load(module: str, call: str, requirement: str) -> Any:
-    """Import a module of `spotrun.train` that imports the framework. call: the script's, for the message."""
+def load(trainer: object, module: str, call: str) -> Any:
+    """Import a module of `spotrun.train` that imports the framework, if the Trainer is of it. call: the script's."""
+    check_trainer(trainer, call)
     try:
         return importlib.import_module(f"spotrun.train.{module}")
     except ImportError as error:  # unless the module is missing, a library of this machine may be why
         kind = MisuseError if isinstance(error, ModuleNotFoundError) else SpotrunError
-        raise kind(f"{call}: name {requirement} in requirements ({error})") from error
+        raise kind(f"{call}: name {_CALLS[call].requirement} in requirements ({error})") from error
 
 
 def check_trainer(trainer: object, call: str) -> str:

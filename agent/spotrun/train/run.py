@@ -280,12 +280,11 @@ class Run:
 
     def train(self, trainer: Any, **options: Any) -> Any:
         """`trainer.train(**options)` for a Trainer of Hugging Face, which goes on where it was (docs/training.md)."""
-        frameworks.check_trainer(trainer, "run.train")
-        return frameworks.load("hugging_face.train", "run.train", "transformers>=5.24").train(self, trainer, options)
+        return frameworks.load(trainer, "hugging_face.train", "run.train").train(self, trainer, options)
 
     def fit(self, trainer: Any, *args: Any, **options: Any) -> None:
         """`trainer.fit(…)` for a Trainer of PyTorch Lightning, which goes on where it was (docs/training.md)."""
-        frameworks.load("lightning.package", "run.fit", "lightning>=2.6").use(trainer).fit(self, trainer, args, options)
+        frameworks.load(trainer, "lightning.package", "run.fit").use(trainer).fit(self, trainer, args, options)
 
     def log(self, **values: Any) -> None:
         """Keep numbers (0-dim tensors too) in the job's metrics, and show the newest ones in its display.

@@ -33,4 +33,4 @@ def use(trainer: object) -> Any:
         environments=importlib.import_module(f"{name}.plugins.environments"),
         results=importlib.import_module(f"{name}.trainer.connectors.logger_connector.result"),
     )
-    return frameworks.load("lightning.fit", "run.fit", "lightning>=2.6")
+    return frameworks.load(trainer, "lightning.fit", "run.fit")
