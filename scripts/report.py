@@ -35,7 +35,7 @@ def report(job: Status, idle_cost: float | None = None, file: str = LOCAL) -> st
     """
     job = tidy(job)
     lines = [_verdict(job)]
-    if job["failure"]:
+    if job["failure"] and not _says_all(job):
         lines += _failure(job["failure"])
     if job["phase"] == "succeeded" and job["step"] <= 0:
         lines.append("  spotrun has seen no step. If the script trains, have it call run.track, run.train or run.fit:")
@@ -70,6 +70,12 @@ def _verdict(job: Status) -> str:
     took = f" in {duration(job['ended'] - job['started'])}" if job["ended"] and job["started"] else ""
     generations = count(job["generation"], "generation")
     return f"job {job['id']} {job['phase']}{reason}: {steps}{took}, {generations}"
+
+
+def _says_all(job: Status) -> bool:
+    """Whether the reason is the message of a failure that each worker has in each try, so its place says nothing."""
+    failure = job["failure"]
+    return bool(failure.get("repeats")) and failure["message"] == job["reason"]  # an older head may have no `repeats`
 
 
 def _failure(failure: Status) -> list[str]:

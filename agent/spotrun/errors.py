@@ -10,6 +10,13 @@ class SpotrunError(Exception):
     """Root of the tree. The message says what is wrong and what to do about it."""
 
 
+class MisuseError(SpotrunError):
+    """The script uses spotrun in a way that cannot work: each node and each try finds this, so the job ends at once.
+
+    Raise it only for what follows from the script and the job file, not if one machine or its files may be the reason.
+    """
+
+
 class SpecError(SpotrunError):
     """A cluster file or a job file is wrong. The message names file, key, value and what is allowed."""
 

@@ -133,7 +133,7 @@ class Failure(Document):
     at: float  # epoch seconds
     message: str  # one line
     traceback: str = ""
-    repeats: bool = False  # of a set-up: other nodes and other tries would fail too. False: that is not known
+    repeats: bool = False  # of a set-up or a script: other nodes and other tries would fail too. False: not known
 
 
 class Worker(Document):

@@ -54,6 +54,7 @@ from tests.head.views import (
 )
 
 KILL, SILENT, PREEMPT = (Cause(kind=k, node=B) for k in ("kill", "silent", "preempt"))
+REPEATS = failure("user").replace(repeats=True)
 STUCK = {"stepped_at": NOW - 4.0}
 REGROUP_SLOW = start(A, C, cause=SILENT)
 
@@ -210,6 +211,28 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         (
             CountFailure(failure("user"), B),
             EndGeneration(ending=Ending(phase="failed", reason="boom", state=StateRef(generation=1, step=48))),
+        ),
+    ),
+    "the script fails in a way that repeats: the job will fail when its last state is saved": (
+        view(job(A, B, C), node(A), failed(B, "user", repeats=True), node(C)),
+        (
+            CountFailure(REPEATS, B),
+            EndGeneration(ending=Ending(phase="failed", reason="boom", state=StateRef(generation=1, step=48))),
+        ),
+    ),
+    "the same without a state: the job fails at once": (
+        view(job(A, B), node(A, snapshot=None), failed(B, "user", repeats=True, snapshot=None)),
+        (CountFailure(REPEATS, B), EndGeneration(), Finish("failed", "boom")),
+    ),
+    "a job without a generation has such a failure: its end is set": (
+        view(job(failure=REPEATS, restarts=1), spare(A), spare(B)),
+        (SetEnding(Ending(phase="failed", reason="boom")),),
+    ),
+    "a set-up that repeats its failure in a generation: the others begin again": (
+        view(job(A, B, C), node(A), failed(B, "setup", repeats=True), node(C)),
+        (
+            CountFailure(failure("setup").replace(repeats=True), B),
+            start(A, C, cause=Cause(kind="crash", node=B)),
         ),
     ),
     "the script fails on two members: the earlier failure counts": (

@@ -11,6 +11,7 @@ from spotrun.head.allocation.assignment import as_it_is
 from spotrun.head.costs import job_totals
 from spotrun.head.job_state import Action, Cause, Drain, EndGeneration, Progress, Release, Start, apply
 from spotrun.head.orders import JobOrders
+from spotrun.head.planner import failures
 from spotrun.head.planner.plan import plan
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import FleetView, Node, View, bound
@@ -101,6 +102,29 @@ def test_a_failure_soon_after_a_regroup_does_not_count() -> None:
     late = regrouped.replace(ordered_at=NOW - TIMEOUTS.regrouped - 1)
     ended, _ = plan(view(late, *members)).actions[:2]
     assert apply(late, ended, NOW).restarts == 4
+
+
+def test_a_failure_soon_after_a_regroup_does_not_end_the_job_even_if_it_repeats() -> None:
+    """It may be that of a newcomer, whose surroundings are others. If new workers have it too, the job ends."""
+    first = job(A, B)
+    assert first.current is not None
+    regrouped = first.replace(current=first.current.replace(regroup=True))
+    members = (node(A), failed(B, "user", repeats=True))
+    counted, begins = plan(view(regrouped, *members)).actions
+    assert begins == start(A, B, cause=Cause(kind="crash", node=B))
+    after = apply(regrouped, counted, NOW)
+    assert (after.restarts, after.failure) == (0, failure("user"))
+    assert not failures.final(after), "nor if that generation cannot begin at once"
+    again_failed, ended = plan(view(after.replace(current=first.current), *members)).actions
+    assert failures.final(apply(after, again_failed, NOW))
+    assert isinstance(ended, EndGeneration)
+    assert ended.ending is not None
+    assert ended.ending.phase == "failed"
+
+
+def test_a_failure_in_a_warm_up_ends_no_job() -> None:
+    newcomer = warming(C, regroup="failed", failure=failure("user").replace(repeats=True))
+    assert plan(view(able(A, B), trains(A), trains(B), newcomer)).actions == ()
 
 
 def with_another(begin: Start) -> Start:

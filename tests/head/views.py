@@ -121,8 +121,8 @@ def notice(seconds: float = 30.0) -> Notice:
 
 
 def failed(name: str, kind: str, **changes: Any) -> Node:
-    at = changes.pop("at", NOW - 0.1)
-    return node(name, phase="failed", failure=failure(kind, at=at), **changes)
+    why = failure(kind, at=changes.pop("at", NOW - 0.1)).replace(repeats=changes.pop("repeats", False))
+    return node(name, phase="failed", failure=why, **changes)
 
 
 def part(index: int, whole: str) -> Part:

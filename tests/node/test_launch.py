@@ -106,6 +106,38 @@ async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> Non
         assert b.failure(10).message == "ModuleNotFoundError: No module named 'no_such_module_here'"
 
 
+MISUSE = """import contextlib, helper, spotrun
+run = spotrun.init()
+def main():
+    with contextlib.ExitStack() as stack:
+        stack.callback(run.track)
+helper.call(main)
+"""
+
+
+async def test_a_wrong_use_of_spotrun_says_where_without_a_traceback(tmp_path: Path) -> None:
+    """The newest line of the script's own files: a library may have called spotrun for it."""
+    (tmp_path / "helper.py").write_text("import spotrun\n\n\ndef call(it):\n    it()\n")
+    async with bench(tmp_path) as b:
+        await b.begin()
+        scripts = {
+            1: MISUSE,
+            2: "import helper, spotrun\nhelper.call(lambda: spotrun.init().fit(None))",
+            3: "import helper, spotrun\nrun = spotrun.init()\nhelper.call(run.track)",
+            4: "from spotrun.train import failures\nfailures.void = True\nimport spotrun\nspotrun.init('x')",
+        }
+        for number, text in scripts.items():
+            b.start(number, text)
+            assert await b.code(number) == (EXIT_PEER if number == 4 else 1), b.log(number)
+        what = "run.track() tracks nothing; write run.track(model=model, optimizer=optimizer, …)"
+        found = b.failure(1)
+        assert (found.kind, found.message, found.traceback, found.repeats) == ("user", f"s1.py:4: {what}", "", True)
+        assert b.log(1).splitlines()[-1].endswith(what)
+        assert b.failure(2).message.startswith("s2.py:2: run.fit takes a Trainer of Lightning, not builtins.NoneType: ")
+        assert b.failure(3).message == f"helper.py:5: {what}"
+        assert not b.failure(4).repeats, "in a step that does not count, any error may follow from that"
+
+
 async def test_a_generation_ends_the_one_before_and_is_refused_without_its_store(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         await b.begin()

@@ -108,6 +108,14 @@ def test_without_a_traceback_the_end_of_the_log_says_why_a_script_failed(code: i
     assert found.traceback.splitlines() == [*(f"line {number}" for number in range(81, 100)), "error: no --lr"]
 
 
+def test_a_failure_that_repeats_needs_no_lines_of_the_log(tmp_path: Path) -> None:
+    control, log = tmp_path / "control", tmp_path / "log"
+    log.write_text("Traceback\n")
+    exit_note.write(control, "user", 0, "train.py:3: run.track() tracks nothing", repeats=True)
+    found = worker_failure.read(control, log, 0, 1)
+    assert (found.message, found.traceback, found.repeats) == ("train.py:3: run.track() tracks nothing", "", True)
+
+
 @pytest.mark.parametrize(
     ("steps", "late", "stops", "obeyed"),
     [((50, 51), None, 53, 53), ((53, 52), 53, 56, 56), ((56, 56), 53, 56, 56)],

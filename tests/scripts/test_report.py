@@ -90,6 +90,19 @@ def test_the_closing_report() -> None:
     assert [duration(each) for each in (0, 61, 7260)] == ["0.0 s", "1 min 1 s", "2 h 1 min"]
 
 
+def test_a_failure_that_repeats_takes_one_line() -> None:
+    """Each worker has it, so the report names no rank. A job may still fail for another reason."""
+    message = "train.py:3: run.track() tracks nothing"
+    failure = FAILURE | {"message": message, "traceback": "", "repeats": True}
+    lines = report.report(status(phase="failed", reason=message, failure=failure)["job"]).splitlines()
+    assert lines[:2] == [
+        f"job digits-1 failed: {message}: 10 of 100 steps, 1 generation",
+        "  last values: loss 0.3123",
+    ]
+    other = report.report(status(phase="stopped", reason="stopped by the operator", failure=failure)["job"])
+    assert f"  rank 1 on spot-1: {message}\n" in other
+
+
 def test_a_job_without_steps_gets_advice() -> None:
     """Such as a script that still calls `trainer.fit`."""
     advice = "have it call run.track, run.train or run.fit"

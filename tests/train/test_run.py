@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,10 +27,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 import spotrun
 from bench.processes import STANDALONE
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError, SpotrunError
 from spotrun.state import points, slots
 from spotrun.state.control import EXIT_PEER, Context, Control
-from spotrun.train import batches, distributed, failures, metrics, schedule
+from spotrun.train import batches, distributed, failures, frameworks, metrics, schedule
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,14 +50,14 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("seed", ["1", None, 1.5])
 def test_a_seed_is_a_whole_number(seed: Any) -> None:
-    with pytest.raises(SpotrunError, match=r"spotrun\.init\(seed=.*\): give a whole number"):
+    with pytest.raises(MisuseError, match=r"spotrun\.init\(seed=.*\): give a whole number"):
         spotrun.init(seed=seed)
 
 
 @pytest.mark.parametrize("epochs", ["5", None, 1.5])
 def test_a_number_of_epochs_is_a_whole_number(epochs: Any) -> None:
     """An argument of a script is text, if its parser is not told otherwise."""
-    with pytest.raises(SpotrunError, match=r"run\.epochs\(.*\): give a whole number"):
+    with pytest.raises(MisuseError, match=r"run\.epochs\(.*\): give a whole number"):
         next(spotrun.init().epochs(epochs))
 
 
@@ -310,12 +312,12 @@ def test_a_step_of_a_fixed_number_of_samples() -> None:
 def test_sizes_of_steps_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     data = torch.zeros(23, 1)
     loader: DataLoader[Any] = DataLoader(data, batch_size=8, sampler=spotrun.ElasticSampler(data))  # type: ignore[arg-type]
-    with pytest.raises(SpotrunError, match=re.escape(message)):
+    with pytest.raises(MisuseError, match=re.escape(message)):
         next(iter(spotrun.init().steps(loader, **options)))
 
 
 def test_a_fixed_number_of_samples_needs_an_elastic_sampler() -> None:
-    with pytest.raises(SpotrunError, match="give the DataLoader an ElasticSampler and a batch_size"):
+    with pytest.raises(MisuseError, match="give the DataLoader an ElasticSampler and a batch_size"):
         next(iter(spotrun.init().steps(DataLoader(torch.zeros(23, 1), batch_size=8), global_batch=8)))  # type: ignore[arg-type]
 
 
@@ -385,34 +387,67 @@ def test_mistakes_are_said_clearly(alone: Path) -> None:
     loader: DataLoader[float] = DataLoader(data, sampler=sampler)  # type: ignore[arg-type]
     model = nn.Linear(1, 1)
     run = spotrun.init()
-    with pytest.raises(SpotrunError, match="tracks nothing"):
+    with pytest.raises(MisuseError, match="tracks nothing"):
         run.track()
-    with pytest.raises(SpotrunError, match=r"run\.track\(note=…\): a str lacks state_dict"):
+    with pytest.raises(MisuseError, match=r"run\.track\(note=…\): a str lacks state_dict"):
         run.track(note="x")  # type: ignore[arg-type]
-    with pytest.raises(SpotrunError, match=r"a DataLoader lacks .*; leave it out, and track its ElasticSampler"):
+    with pytest.raises(MisuseError, match=r"a DataLoader lacks .*; leave it out, and track its ElasticSampler"):
         run.track(loader=loader)  # type: ignore[arg-type]
-    with pytest.raises(SpotrunError, match=r"a DistributedSampler lacks .*; use spotrun\.ElasticSampler"):
+    with pytest.raises(MisuseError, match=r"a DistributedSampler lacks .*; use spotrun\.ElasticSampler"):
         run.track(sampler=DistributedSampler(data, 1, 0))  # type: ignore[arg-type]
-    with pytest.raises(SpotrunError, match="nothing is tracked"):
+    with pytest.raises(MisuseError, match="nothing is tracked"):
         next(iter(run.steps(loader)))
     run = spotrun.init()
     run.track(model=model)
-    with pytest.raises(SpotrunError, match="called before"):
+    with pytest.raises(MisuseError, match="called before"):
         run.track(sampler=sampler)
-    with pytest.raises(SpotrunError, match="not tracked: add sampler="):
+    with pytest.raises(MisuseError, match="not tracked: add sampler="):
         next(iter(run.steps(loader)))
     run = spotrun.init()
     run.track(sampler=sampler)
-    with pytest.raises(SpotrunError, match="does not use it"):
+    with pytest.raises(MisuseError, match="does not use it"):
         next(iter(run.steps(DataLoader(data))))  # type: ignore[arg-type]
     run = spotrun.init()
     run.track(sampler=sampler)
     assert len(list(run.steps(loader))) == 2
-    with pytest.raises(SpotrunError, match="twice in epoch 0"):
+    with pytest.raises(MisuseError, match="twice in epoch 0"):
         next(iter(run.steps(loader)))
     settle(run)
-    with pytest.raises(SpotrunError, match=r"has no 'model', which run\.track names; it has sampler"):
+    with pytest.raises(MisuseError, match=r"has no 'model', which run\.track names; it has sampler"):
         spotrun.init().track(sampler=sampler, model=model)
+
+
+@pytest.mark.parametrize(
+    ("call", "trainer", "right"),
+    [
+        ("train", "lightning.pytorch.trainer.trainer", "run.fit(trainer, module, …)"),
+        ("train", "pytorch_lightning.trainer.trainer", "run.fit(trainer, module, …)"),
+        ("fit", "transformers.trainer", "run.train(trainer)"),
+        ("train", "builtins", "run.train(trainer)"),
+    ],
+)
+def test_a_trainer_of_another_framework_is_named_without_this_framework(
+    alone: Path, monkeypatch: pytest.MonkeyPatch, call: str, trainer: str, right: str
+) -> None:
+    for name in ("transformers", "lightning", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    own = type("Own", (type("Trainer", (), {"__module__": trainer}),), {"__module__": "__main__"})
+    with pytest.raises(MisuseError, match=rf"run\.{call} takes .* not __main__\.Own: write {re.escape(right)}"):
+        getattr(spotrun.init(), call)(own())
+
+
+def test_only_a_missing_module_is_the_scripts_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One machine's libraries may be why a module cannot be loaded."""
+    trainer = type("Trainer", (), {"__module__": "transformers.trainer"})()
+    monkeypatch.delitem(sys.modules, "spotrun.train.hugging_face.train", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MisuseError, match=r"run\.train: name transformers>=5\.24 in requirements"):
+        frameworks.load(trainer, "hugging_face.train", "run.train")
+    broken = ImportError("libcudart.so: cannot open shared object file")
+    monkeypatch.setattr(importlib, "import_module", Mock(side_effect=broken))
+    with pytest.raises(SpotrunError, match="libcudart") as caught:
+        frameworks.load(trainer, "hugging_face.train", "run.train")
+    assert not isinstance(caught.value, MisuseError)
 
 
 @pytest.mark.parametrize("more", [3, 2])
@@ -422,7 +457,7 @@ def test_a_second_loop_counts_on(alone: Path, more: int) -> None:
     run.track(model=model)
     assert list(run.epochs(3)) == [0, 1, 2]
     said = rf"run\.epochs\({more}\) after run\.epochs\(3\) has no epochs: .* write run\.epochs\({3 + more}\)"
-    with pytest.raises(SpotrunError, match=said):
+    with pytest.raises(MisuseError, match=said):
         next(iter(run.epochs(more)))
     assert list(run.epochs(3 + more)) == list(range(3, 3 + more))
     settle(run)
@@ -442,12 +477,12 @@ def test_sharded_training_is_refused_by_name(alone: Path) -> None:
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
         assert isinstance(model.weight, DTensor)
         run = spotrun.init()
-        with pytest.raises(SpotrunError, match=r"model\.weight is a DTensor: sharded training .* not supported yet"):
+        with pytest.raises(MisuseError, match=r"model\.weight is a DTensor: sharded training .* not supported yet"):
             run.track(model=model)
-        with pytest.raises(SpotrunError, match=r"model is or has a FSDPLinear: sharded training"):
+        with pytest.raises(MisuseError, match=r"model is or has a FSDPLinear: sharded training"):
             spotrun.init().track(model=fully_shard(nn.Linear(2, 2), mesh=mesh))
         sharing = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)
-        with pytest.raises(SpotrunError, match=r"optimizer is or has a ZeroRedundancyOptimizer: sharded training"):
+        with pytest.raises(MisuseError, match=r"optimizer is or has a ZeroRedundancyOptimizer: sharded training"):
             spotrun.init().track(optimizer=sharing)
     finally:
         torch.distributed.destroy_process_group()

@@ -134,7 +134,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert found.pop(2) == f"refused: run.train: {cluster.path / 'out' / 'trainer'} has no checkpoint. {without}"
     assert [line.partition("run.train")[2].lstrip(": ") for line in found] == [
         "takes a transformers.Trainer, not spotrun.train.run.Run: write run.train(trainer)",
-        "takes a transformers.Trainer, not lightning.pytorch.Trainer: write run.fit(trainer, module, …)",
+        "takes a transformers.Trainer, not lightning.pytorch.trainer.trainer.Trainer: write run.fit(trainer, module, "
+        "…)",
         "does not support model_init (give the Trainer model= instead)",
         "does not support auto_find_batch_size (set per_device_train_batch_size)",
         "does not support a second call in a script",

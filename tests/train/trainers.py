@@ -367,7 +367,7 @@ def refused(plan: Any, out: Path) -> None:
     script = Trained(plan, out)
     run, trainer = script.run, script.trainer
     _attempt(run, run)
-    _attempt(run, type("Trainer", (), {"__module__": "lightning.pytorch"})())
+    _attempt(run, type("Trainer", (), {"__module__": "lightning.pytorch.trainer.trainer"})())
     _attempt(run, trainer, resume_from_checkpoint=True)
     _attempt(run, Trainer(model_init=partial(Net, None), args=trainer.args, eval_dataset=Samples()))
     trainer.args.auto_find_batch_size = True
@@ -404,4 +404,4 @@ def _attempt(run: Any, trainer: Any, **options: Any) -> None:
     try:
         run.train(trainer, **options)
     except SpotrunError as error:
-        print("refused:", error, flush=True)
+        print(f"refused: {error}\n", end="", flush=True)  # in one piece: two workers write to this log

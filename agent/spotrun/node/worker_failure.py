@@ -26,10 +26,11 @@ def read(control: Path, log: Path, rank: int, code: int) -> Failure:
     """The failure that a worker has reported; without a report, what its exit code means.
 
     If the script or a signal has ended the worker without a traceback, as `sys.exit` does, the failure has the end of
-    the log instead. control: path of its control block. log: path of its output.
+    the log instead. A failure that repeats needs none: its message names the line. control: path of its control block.
+    log: path of its output.
     """
     found = _reported(control, log, rank, code)
-    if found.traceback or found.kind not in ("user", "signal"):
+    if found.traceback or found.repeats or found.kind not in ("user", "signal"):
         return found
     lines = clean(_tail(log).decode(errors="replace")).rstrip().splitlines()[-LINES:]
     return found.replace(traceback="\n".join(lines)[-exit_note.TRACEBACK :])

@@ -25,13 +25,13 @@ def path_for(control: str | Path) -> Path:
     return Path(f"{control}.failure")  # not with_suffix: the part after the dot is the local rank
 
 
-def write(control: str | Path, kind: str, rank: int, message: str, traceback: str = "") -> None:
-    """Write the note, if the memory has room for it: a JSON object (kind, rank, at, message, traceback).
+def write(control: str | Path, kind: str, rank: int, message: str, traceback: str = "", repeats: bool = False) -> None:
+    """Write the note, if the memory has room for it: a JSON object with the values of a `wire.Failure`.
 
     Without a note, the exit code still tells a peer's death from an error of the script.
     """
     path = path_for(control)
-    values = {"kind": kind, "rank": rank, "at": time.time(), "message": message[:LONGEST]}
+    values = {"kind": kind, "rank": rank, "at": time.time(), "message": message[:LONGEST], "repeats": repeats}
     partial = path.with_suffix(".part")
     with contextlib.suppress(OSError):
         partial.write_text(json.dumps(values | {"traceback": traceback[-TRACEBACK:]}))

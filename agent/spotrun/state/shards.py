@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from spotrun.errors import CorruptError, SpotrunError
+from spotrun.errors import CorruptError, MisuseError
 from spotrun.state import slots
 
 # Bytes of one element, by safetensors' name of the dtype.
@@ -53,7 +53,7 @@ def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[Entry, 
 def header(entries: Sequence[Entry]) -> bytes:
     """The file's bytes before the first tensor. Offsets count from the first entry's start.
 
-    Raises `SpotrunError` if there are more tensors than a reader accepts.
+    Raises `MisuseError` if there are more tensors than a reader accepts.
     """
     base = entries[0].start if entries else 0
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -63,7 +63,7 @@ def header(entries: Sequence[Entry]) -> bytes:
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGN)
     if len(text) > MAX_HEADER:
-        raise SpotrunError(
+        raise MisuseError(
             f"{len(entries)} tensors are too many for a snapshot: the list of them has {len(text) >> 20} MiB, and "
             f"safetensors allows {MAX_HEADER >> 20} MiB. Keep many small tensors in few large ones"
         )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError
 from spotrun.train.rng import Seeds, derive, prepare, reseed
 from spotrun.train.sampler import ElasticSampler, deal, share, taken
 
@@ -41,11 +41,11 @@ class Batch:
 
 
 def whole_number(value: object, call: str) -> int:
-    """The value, which the script gives to this call, as an int. Raises `SpotrunError`."""
+    """The value, which the script gives to this call, as an int. Raises `MisuseError`."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise SpotrunError(f"{call}: give a whole number") from None
+        raise MisuseError(f"{call}: give a whole number") from None
 
 
 def warn_of_no_steps(epoch: int) -> None:
@@ -54,17 +54,15 @@ def warn_of_no_steps(epoch: int) -> None:
 
 
 def check(loader: Any, tracked: Collection[object]) -> None:
-    """Raise `SpotrunError` unless the loader's sampler is the tracked ElasticSampler, or there is no ElasticSampler."""
+    """Raise `MisuseError` unless the loader's sampler is the tracked ElasticSampler, or there is no ElasticSampler."""
     sampler = sampler_of(loader)
     samplers = [item for item in tracked if isinstance(item, ElasticSampler)]
     if sampler is not None and all(item is not sampler for item in samplers):
-        raise SpotrunError("the loader's ElasticSampler is not tracked: add sampler=… to run.track(…)")
+        raise MisuseError("the loader's ElasticSampler is not tracked: add sampler=… to run.track(…)")
     if any(item is loader for item in tracked):
-        raise SpotrunError(
-            "the loader is tracked: leave it out of run.track(…); run.steps continues at the right batch"
-        )
+        raise MisuseError("the loader is tracked: leave it out of run.track(…); run.steps continues at the right batch")
     if sampler is None and samplers:
-        raise SpotrunError(
+        raise MisuseError(
             "an ElasticSampler is tracked, but the loader given to run.steps does not use it: "
             "give it to DataLoader(sampler=…), and that DataLoader to run.steps"
         )
@@ -89,20 +87,20 @@ ONE_EACH = StepSize()
 
 
 def step_size(loader: Any, accumulate: int, global_batch: int | None) -> StepSize:
-    """The size of the steps of `run.steps` with these arguments. Raises `SpotrunError` if they do not fit."""
+    """The size of the steps of `run.steps` with these arguments. Raises `MisuseError` if they do not fit."""
     if global_batch is None:
         call = f"run.steps(loader, accumulate={accumulate!r})"
         if (accumulate := whole_number(accumulate, call)) <= 0:
-            raise SpotrunError(f"{call}: give a number above 0")
+            raise MisuseError(f"{call}: give a number above 0")
         return StepSize(accumulate)
     call, batch = f"run.steps(loader, global_batch={global_batch!r})", getattr(loader, "batch_size", None)
     global_batch = whole_number(global_batch, call)
     if sampler_of(loader) is None or not batch:
-        raise SpotrunError(f"{call}: give the DataLoader an ElasticSampler and a batch_size")
+        raise MisuseError(f"{call}: give the DataLoader an ElasticSampler and a batch_size")
     if accumulate != 1:
-        raise SpotrunError(f"{call}: leave out accumulate: it follows from the number of workers")
+        raise MisuseError(f"{call}: leave out accumulate: it follows from the number of workers")
     if global_batch <= 0 or global_batch % batch:
-        raise SpotrunError(f"{call}: give a multiple of the loader's batch_size, {batch}")
+        raise MisuseError(f"{call}: give a multiple of the loader's batch_size, {batch}")
     return StepSize(1, global_batch)
 
 
@@ -245,7 +243,7 @@ def length_of(loader: Any, accumulate: int) -> int | None:
         return len(loader)
     except TypeError:
         if accumulate > 1:
-            raise SpotrunError("run.steps(loader, accumulate=…) needs a loader that has a length") from None
+            raise MisuseError("run.steps(loader, accumulate=…) needs a loader that has a length") from None
         return None
 
 

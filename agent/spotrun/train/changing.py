@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError
 
 
 class Changing:
@@ -44,7 +44,7 @@ class Changing:
             raise dist.DistError("a layer was unfrozen after the saved state: the script must start again")
         if lost := sorted((saved.keys() - own.keys()) | (mine - saved.keys())):
             where = "saved state" if lost[0] in saved else "model"
-            raise SpotrunError(f"only the {where} has {lost[0]}. Submit a changed script as a new job")
+            raise MisuseError(f"only the {where} has {lost[0]}. Submit a changed script as a new job")
         self._names |= saved.keys()
         with torch.no_grad():
             for name, values in saved.items():

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError
 
 # safetensors' names. A dtype missing here cannot be in a snapshot.
 DTYPES = {
@@ -57,11 +57,11 @@ class Stateful(Protocol):
 
 
 def refuse_sharded(tracked: Mapping[str, Stateful]) -> None:
-    """Raise `SpotrunError` for a module or optimizer whose state_dict needs all ranks, or holds one rank's share."""
+    """Raise `MisuseError` for a module or optimizer whose state_dict needs all ranks, or holds one rank's share."""
     for name, item in tracked.items():
         for part in item.modules() if isinstance(item, nn.Module) else (item,):
             if any(base.__name__ in _SHARDING for base in type(part).__mro__):
-                raise SpotrunError(f"{name} is or has a {type(part).__name__}{_NOT_SHARDED}. {_INSTEAD}")
+                raise MisuseError(f"{name} is or has a {type(part).__name__}{_NOT_SHARDED}. {_INSTEAD}")
 
 
 class Encoder:
@@ -72,7 +72,7 @@ class Encoder:
         self._seen: dict[tuple[object, ...], str] = {}
 
     def encode(self, value: Any, path: str) -> Any:
-        """JSON for the value. Raises `SpotrunError`, naming the path, for a value that a snapshot cannot hold."""
+        """JSON for the value. Raises `MisuseError`, naming the path, for a value that a snapshot cannot hold."""
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
@@ -93,7 +93,7 @@ class Encoder:
             return {"$": "bytes", "v": base64.b64encode(value).decode()}
         if isinstance(value, (numpy.ndarray, numpy.generic)):
             return self._array(value, path)
-        raise SpotrunError(f"{path} is a {kind.__name__}; a snapshot can hold {_KINDS}. Leave it out of state_dict()")
+        raise MisuseError(f"{path} is a {kind.__name__}; a snapshot can hold {_KINDS}. Leave it out of state_dict()")
 
     def _mapping(self, value: dict[Any, Any], path: str) -> Any:
         pairs = []
@@ -109,12 +109,12 @@ class Encoder:
     def _array(self, value: Any, path: str) -> Any:
         if isinstance(value, numpy.ndarray) and type(value) not in (numpy.ndarray, numpy.memmap):
             kind = f"{type(value).__module__}.{type(value).__name__}"
-            raise SpotrunError(f"{path} is a {kind}; a snapshot can hold plain arrays, but no subclass of them")
+            raise MisuseError(f"{path} is a {kind}; a snapshot can hold plain arrays, but no subclass of them")
         try:
             # A copy: a torch tensor can neither be read-only nor have a foreign byte order.
             tensor = torch.from_numpy(numpy.array(value, value.dtype.newbyteorder("=")))
         except TypeError:
-            raise SpotrunError(f"{path} is a numpy {value.dtype} array, which a snapshot cannot hold") from None
+            raise MisuseError(f"{path} is a numpy {value.dtype} array, which a snapshot cannot hold") from None
         kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
         return {"$": kind, "v": self._keep(tensor, path)}
 
@@ -122,7 +122,7 @@ class Encoder:
         dense = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
         if not dense or tensor.dtype not in DTYPES:
             what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
-            raise SpotrunError(
+            raise MisuseError(
                 f"{path} is a tensor that a snapshot cannot hold ({what}); use a dense one of a usual dtype"
             )
         views = tensor.is_conj(), tensor.is_neg()  # the same memory, with other values
@@ -138,16 +138,16 @@ class Encoder:
 
 
 def _plain(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """The tensor's values. Raises `SpotrunError` for a subclass, whose values may be incomplete or elsewhere."""
+    """The tensor's values. Raises `MisuseError` for a subclass, whose values may be incomplete or elsewhere."""
     if is_lazy(tensor):
-        raise SpotrunError(f"{path} has no values yet: call the module once, before run.track, to give it its shape")
+        raise MisuseError(f"{path} has no values yet: call the module once, before run.track, to give it its shape")
     plain = tensor.detach()  # of a Parameter: a Tensor
     if type(plain) is torch.Tensor:
         return plain
     kind = type(plain)
     if any(base.__name__ in _SHARDED for base in kind.__mro__):
-        raise SpotrunError(f"{path} is a {kind.__name__}{_NOT_SHARDED}. {_INSTEAD}")
-    raise SpotrunError(
+        raise MisuseError(f"{path} is a {kind.__name__}{_NOT_SHARDED}. {_INSTEAD}")
+    raise MisuseError(
         f"{path} is a {kind.__module__}.{kind.__name__}; a snapshot can hold plain tensors, but no subclass of them. "
         "Return a plain tensor from state_dict(), or leave it out"
     )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError
 from spotrun.state.control import NONE, Context, Control, warm_up_store
 from spotrun.train import batches, collectives, failures, frameworks
 from spotrun.train.boundary import Boundary
@@ -49,7 +49,7 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
         control = Control(Path(context.control))
         # It would write the worker's snapshots and numbers. But a script may start the one that trains.
         if control.pid == os.getppid() and (control.entered or multiprocessing.parent_process() is not None):
-            raise SpotrunError("spotrun.init: a worker has started this process. Leave out torch.multiprocessing.spawn")
+            raise MisuseError("spotrun.init: a worker has started this process. Leave out torch.multiprocessing.spawn")
         control.entered = entered
         control.seed = seed if abs(seed) < 1 << 62 else NONE
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -184,7 +184,7 @@ class Run:
     def track(self, **objects: Stateful) -> None:
         """Name the objects that make up the training state. If a state is saved, load it into these objects now.
 
-        Call it once, before the first step. Raises `SpotrunError` if an object has no state_dict and load_state_dict.
+        Call it once, before the first step. Raises `MisuseError` if an object has no state_dict and load_state_dict.
         """
         self._state.name(objects)
         self._boundary.begin()
@@ -200,7 +200,7 @@ class Run:
         n = batches.whole_number(n, f"run.epochs({n!r})")
         if n <= self._ended:
             more = f"a loop continues the count of the one before. For {n} more, write run.epochs({self._ended + n})"
-            raise SpotrunError(f"run.epochs({n}) after run.epochs({self._ended}) has no epochs: {more}")
+            raise MisuseError(f"run.epochs({n}) after run.epochs({self._ended}) has no epochs: {more}")
         if self.epoch > n:  # the script has a further loop over epochs, and was in it
             return
         self._epochs, begun = n, self.epoch < n
@@ -281,12 +281,12 @@ class Run:
 
     def train(self, trainer: Any, global_batch: int | None = None, **options: Any) -> Any:
         """`trainer.train(**options)` for a Trainer of Hugging Face, which goes on where it was (docs/training.md)."""
-        module = frameworks.load("hugging_face.train", "run.train", "transformers>=5.24")
+        module = frameworks.load(trainer, "hugging_face.train", "run.train")
         return module.train(self, trainer, options, global_batch)
 
     def fit(self, trainer: Any, *args: Any, **options: Any) -> None:
         """`trainer.fit(…)` for a Trainer of PyTorch Lightning, which goes on where it was (docs/training.md)."""
-        frameworks.load("lightning.package", "run.fit", "lightning>=2.6").use(trainer).fit(self, trainer, args, options)
+        frameworks.load(trainer, "lightning.package", "run.fit").use(trainer).fit(self, trainer, args, options)
 
     def log(self, **values: Any) -> None:
         """Keep numbers (0-dim tensors too) in the job's metrics, and show the newest ones in its display.
@@ -347,7 +347,7 @@ class Run:
 
     def _check_steps(self, loader: Any) -> None:
         if self._stepped == self.epoch:
-            raise SpotrunError(
+            raise MisuseError(
                 f"run.steps was called twice in epoch {self.epoch}: go through epochs with run.epochs(n), "
                 "and through an evaluation loader without run.steps"
             )
@@ -359,7 +359,7 @@ class Run:
         if self._control is None:
             return
         if not self._state.objects:
-            raise SpotrunError("run.steps before run.track(…): nothing is tracked, so no state can be saved")
+            raise MisuseError("run.steps before run.track(…): nothing is tracked, so no state can be saved")
         batches.check(loader, self._state.objects.values())
 
     def _feed(self, loader: Any, size: batches.StepSize) -> Iterator[tuple[batches.Batch, Seeds]]:

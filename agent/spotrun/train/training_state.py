@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError
 from spotrun.state import slots
 from spotrun.train.encoding import Encoder, Stateful, decode
 from spotrun.train.parallel import Parallel
@@ -55,14 +55,14 @@ class TrainingState:
         self.objects: dict[str, Stateful] = {}
 
     def name(self, objects: dict[str, Stateful]) -> None:
-        """What `run.track` names. Raises `SpotrunError` for a second call, or an object that has no state."""
+        """What `run.track` names. Raises `MisuseError` for a second call, or an object that has no state."""
         if self.objects:
-            raise SpotrunError("run.track was called before: name everything in one call")
+            raise MisuseError("run.track was called before: name everything in one call")
         if not objects:
-            raise SpotrunError("run.track() tracks nothing; write run.track(model=model, optimizer=optimizer, …)")
+            raise MisuseError("run.track() tracks nothing; write run.track(model=model, optimizer=optimizer, …)")
         for name, item in objects.items():
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
-                raise SpotrunError(
+                raise MisuseError(
                     f"run.track({name}=…): a {type(item).__name__} lacks state_dict() or load_state_dict()"
                     f"{_instead(item)}"
                 )
@@ -91,10 +91,10 @@ class TrainingState:
         return all(_only_reads(item) for item in self.objects.values() if _copies(item))
 
     def load(self, record: slots.Record, tensors: Tensors) -> None:
-        """Load a snapshot with these tensors. Raises `SpotrunError` if it lacks a tracked object."""
+        """Load a snapshot with these tensors. Raises `MisuseError` if it lacks a tracked object."""
         run, saved = record.state["run"], record.state["objects"]
         if missing := sorted(self.objects.keys() - saved.keys()):
-            raise SpotrunError(
+            raise MisuseError(
                 f"the saved state of step {record.step} has no {missing[0]!r}, which run.track names; it has "
                 f"{', '.join(sorted(saved))}. Submit a changed script as a new job"
             )

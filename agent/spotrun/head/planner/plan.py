@@ -19,15 +19,16 @@ from spotrun.head.job_state import (
     EndGeneration,
     Ending,
     Finish,
-    JobState,
     Release,
     SetEnding,
     Stop,
+    apply,
 )
 from spotrun.head.planner import (
     checkpointing,
     departure,
     drains,
+    failures,
     idle,
     keeping,
     kept_node,
@@ -39,7 +40,7 @@ from spotrun.head.planner import (
 )
 from spotrun.head.planner.checkpointing import DRAIN_AHEAD
 from spotrun.head.planner.departure import Departure
-from spotrun.head.planner.liveness import eligible, interrupted, may_be_lost, reports, silent
+from spotrun.head.planner.liveness import eligible, interrupted, reports, silent
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
 from spotrun.wire import Failure
@@ -82,7 +83,7 @@ def _actions(view: View) -> tuple[Action, ...]:
 def _assemble(view: View) -> tuple[Action, ...]:
     """The job has no generation. Begin one, end the job, or save the newest snapshot in the bucket."""
     job = view.job
-    if job.ending is None and (job.stopping or _failed_for_good(job)):
+    if job.ending is None and (job.stopping or failures.final(job)):
         return (SetEnding(_ending(view)),)
     ready = eligible(view)
     if job.ending is None and (begun := regroup.catch_up(view)):
@@ -127,14 +128,10 @@ def _cannot_be_set_up(view: View) -> str:
     return f"set-up failed on {node.name}: {failure.message}" if all_fail or enough else ""
 
 
-def _failed_for_good(job: JobState) -> bool:
-    return job.failure is not None and job.restarts > job.spec.max_restarts
-
-
 def _ending(view: View) -> Ending:
     """What a job without a generation becomes that should stop, or whose script has failed for good."""
     job, state = view.job, patience.newest(patience.unsaved(view))
-    if job.failure is not None and _failed_for_good(job):
+    if job.failure is not None and failures.final(job):
         return Ending(phase="failed", reason=job.failure.message, state=state)
     return Ending(phase="stopped", reason=job.stopping, state=state)
 
@@ -174,7 +171,7 @@ def _supervise(view: View) -> tuple[Action, ...]:
     gone = interrupted(view) or silence.interrupted(view)
     # If all members that were silent are back, the others have left the generation, or will soon.
     lost = gone or (dict.fromkeys(job.released.node.split(", "), job.released.kind) if job.released else {})
-    failed = _user_failure(reporting, lost)
+    failed = failures.of_the_script(reporting, lost)
     if failed:
         return _after_failure(view, *failed)
     if lost:
@@ -191,7 +188,7 @@ def _supervise(view: View) -> tuple[Action, ...]:
         return (EndGeneration(cause=Cause(kind="stop")),)
     if job.draining:
         return _drain_on(view, reporting, len(members))
-    unexplained = _unexplained_failure(view, reporting)
+    unexplained = failures.unexplained(view, reporting)
     if unexplained:
         return _after_failure(view, *unexplained)
     leaving = departure.decide(view)
@@ -203,16 +200,17 @@ def _supervise(view: View) -> tuple[Action, ...]:
 
 
 def _after_failure(view: View, failure: Failure, node: Node) -> tuple[Action, ...]:
-    """Count the failure. Restart from the newest snapshot, or end the job after too many: with its last state saved.
+    """Count the failure. Restart from the newest snapshot, or end the job with its last state saved.
 
     Soon after a regroup, the failure may come from the interruption: a worker that has become rank 0 may lack what only
-    the first rank 0 has made at its start. New workers will show that. So this failure does not count.
+    the first rank 0 has made at its start. New workers will show that. So it does not count, and may not repeat.
     """
     soon = view.now - view.job.ordered_at < TIMEOUTS.regrouped
-    regrouped = soon and view.job.current is not None and view.job.current.regroup
+    if regrouped := soon and view.job.current is not None and view.job.current.regroup:
+        failure = failure.replace(repeats=False)
     fail = CountFailure(failure, node.name, node.work.stacks, counts=not regrouped)
     cause = Cause(kind="hang" if failure.kind == "hang" else "crash", node=node.name)
-    if fail.counts and view.job.restarts + 1 > view.job.spec.max_restarts:
+    if failures.final(apply(view.job, fail, view.now)):
         if newest := patience.newest(patience.unsaved(view)):
             return (fail, EndGeneration(ending=Ending(phase="failed", reason=failure.message, state=newest)))
         return (fail, EndGeneration(), Finish("failed", failure.message), *kept_node.keep(view, node))
@@ -344,38 +342,6 @@ def _unable(view: View, node: Node) -> bool:
         return True
     waited = view.now - max(view.job.ordered_at, view.awake_since)
     return (node.setup_failure and waited > TIMEOUTS.failure) or waited > view.job.spec.start_timeout
-
-
-def _user_failure(reporting: list[Node], gone: dict[str, str]) -> tuple[Failure, Node] | None:
-    """The earliest failure of the script itself. Failures on a node that leaves do not count.
-
-    A worker that a signal ended is not counted, because NCCL ends survivors by a signal when a peer is gone. For such
-    workers see `_unexplained_failure`.
-    """
-    found = [
-        (node.work.failure, node)
-        for node in reporting
-        if node.phase == "failed" and node.work.failure and node.work.failure.kind not in ("peer", "signal")
-        if not node.leaving and not node.gone and node.name not in gone
-    ]
-    return min(found, key=lambda item: item[0].at) if found else None
-
-
-def _unexplained_failure(view: View, reporting: list[Node]) -> tuple[Failure, Node] | None:
-    """The failure to count if a worker was killed or a collective failed, although no member is lost.
-
-    None if there is no such failure, or if a member may still turn out to be lost.
-    """
-    found = [(n.work.failure, n) for n in reporting if n.phase == "failed" and n.work.failure]
-    if not found or view.blind():
-        return None
-    failure, node = min(found, key=lambda item: (item[0].kind == "peer", item[0].at))
-    if may_be_lost(view, failure.at):
-        return None
-    if failure.kind == "peer" and (done := [n.name for n in reporting if n.phase == "succeeded"]):
-        what = f"the script ended on {', '.join(done)}, while others trained"
-        failure = failure.replace(message=f"{what}: {failure.message}")
-    return failure, node
 
 
 def _start(view: View, ready: list[Node], cause: Cause | None) -> tuple[Action, ...]:

@@ -24,6 +24,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from spotrun.errors import MisuseError
 from spotrun.machine import private_paths
 from spotrun.machine.processes import die_with_parent, kill_descendants, offer_to_oom_killer
 from spotrun.node.launch import own_stacks, preload
@@ -33,6 +34,7 @@ from spotrun.state.control import EXIT_PEER, Control
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+_PACKAGE = Path(__file__).parents[2]
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -116,6 +118,8 @@ def run(task: Task) -> None:
         message = exit_note.summary(said) if "Last error:" in said else said.splitlines()[-1]
         if failures.is_peer_failure(error):
             _fail(task, "peer", message, text, EXIT_PEER)
+        if isinstance(error, MisuseError):
+            _fail(task, "user", _place(error, task.root) + " ".join(str(error).splitlines()), "", 1, repeats=True)
         _fail(task, "user", message, text, 1)
 
 
@@ -201,11 +205,22 @@ def _script_part(trace: types.TracebackType | None) -> types.TracebackType | Non
     return trace
 
 
-def _fail(task: Task, kind: str, message: str, trace: str, code: int) -> NoReturn:
+def _place(error: BaseException, root: str) -> str:
+    """Where the script has made this error, `train.py:12: `: the newest line in its own files.
+
+    A file outside of `root` has its whole path. Lines of spotrun do not count, nor do those of a library between both.
+    """
+    found = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    found = [(path, line) for path, line in found if not Path(path).is_relative_to(_PACKAGE)]
+    own = [(os.path.relpath(path, root), line) for path, line in found if Path(path).is_relative_to(root)]
+    return "".join(f"{path}:{line}: " for path, line in (own or found)[-1:])
+
+
+def _fail(task: Task, kind: str, message: str, trace: str, code: int, repeats: bool = False) -> NoReturn:
     """Write the reason down and leave at once: other threads may be stuck in a collective."""
     from spotrun.train import failures  # as above
 
-    exit_note.write(task.control, kind, int(task.env["RANK"]), message, trace)
+    exit_note.write(task.control, kind, int(task.env["RANK"]), message, trace, repeats)
     failures.flush()
     kill_descendants()
     os._exit(code)

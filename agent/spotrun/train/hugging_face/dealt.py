@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError
 from spotrun.train import batches
 
 
@@ -96,14 +96,14 @@ class Deal:
         call = f"run.train(trainer, global_batch={global_batch!r})"
         global_batch, batch = batches.whole_number(global_batch, call), args.per_device_train_batch_size
         if global_batch <= 0 or global_batch % batch:
-            raise SpotrunError(f"{call}: give a multiple of per_device_train_batch_size, {batch}")
+            raise MisuseError(f"{call}: give a multiple of per_device_train_batch_size, {batch}")
         for wrong, what in (
             (args.gradient_accumulation_steps > 1, "leave out gradient_accumulation_steps: it follows from both"),
             (not hasattr(trainer.train_dataset, "__len__"), "the training dataset needs a length"),
             (not args.average_tokens_across_devices, "leave average_tokens_across_devices=True"),
         ):
             if wrong:
-                raise SpotrunError(f"{call}: {what}")
+                raise MisuseError(f"{call}: {what}")
         self.size = batches.StepSize(1, global_batch)
         self.samples = global_batch
         self._trainer, self._batch, self._count = trainer, batch, global_batch // batch
@@ -131,7 +131,7 @@ class Deal:
         if isinstance(sampler, BatchSamplerShard):
             sampler = sampler.batch_sampler
         if sampler is None or isinstance(loader, DataLoaderDispatcher) or not hasattr(sampler, "__len__"):
-            raise SpotrunError("run.train: global_batch needs a DataLoader whose batches each rank loads for itself")
+            raise MisuseError("run.train: global_batch needs a DataLoader whose batches each rank loads for itself")
         vars(inner)["batch_sampler"] = Dealt(sampler, self._count, self._world, self._rank)  # it forbids `=`
         self._epoch = Epoch.of(sampler, self._batch, self._count, self._world, self._rank)
         return loader

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError
 from spotrun.train.batches import Batch
 from spotrun.train.changing import Changing
 from spotrun.train.frameworks import LeaveLoop, until_it_ends
@@ -56,7 +56,7 @@ class TrainingLoop:
     def __call__(self, *args: Any, **options: Any) -> TrainOutput:
         rest = self._rest
         if rest.result is not None:
-            raise SpotrunError("run.train: this Trainer has trained. A script can have spotrun keep one training only")
+            raise MisuseError("run.train: this Trainer has trained. A script can have spotrun keep one training only")
         trainer = self._trainer
         if trainer.args.use_liger_kernel:  # `trainer.train` has just given the model another forward, without autocast
             trainer.model._is_accelerate_prepared = False

@@ -13,7 +13,7 @@ from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError, SpotrunError
 from spotrun.train.distributed import rank_and_world
 from spotrun.train.frameworks import check_workers
 from spotrun.train.hugging_face.dealt import Deal
@@ -122,7 +122,7 @@ class Rest:
         """Keep it for `give`. Raises `SpotrunError` if the Trainer would not go on with the same steps."""
         before, now = saved.get("plan", {}).get("global_batch"), self._deal and self._deal.samples
         if before != now:
-            raise SpotrunError(
+            raise MisuseError(
                 f"run.train: the saved state is of global_batch={before}, and this script has global_batch={now}: "
                 "submit a changed script as a new job"
             )

@@ -21,7 +21,7 @@ from accelerate import DistributedDataParallelKwargs
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError, SpotrunError
 from spotrun.train.changing import Changing
 from spotrun.train.frameworks import refuse_elastic
 from spotrun.train.hugging_face.dealt import Deal
@@ -42,7 +42,7 @@ def train(run: Run, trainer: Any, options: dict[str, Any], global_batch: int | N
     """Have the Trainer train, from the restored state on. Returns what `trainer.train(**options)` returns.
 
     global_batch: samples of all workers in a step; then their number may change. None: as many as the Trainer says.
-    Raises `SpotrunError` for a Trainer that could not go on after an interruption.
+    Raises `MisuseError` for a Trainer that could not go on after an interruption.
     """
     _check(run, trainer, options)
     if global_batch is None:
@@ -78,23 +78,16 @@ def train(run: Run, trainer: Any, options: dict[str, Any], global_batch: int | N
 
 
 def _check(run: Run, trainer: Any, options: dict[str, Any]) -> None:
-    if not isinstance(trainer, Trainer):
-        found = type(trainer)
-        other = found.__module__.startswith(("lightning.", "pytorch_lightning."))
-        right = "run.fit(trainer, module, …)" if other else "run.train(trainer)"
-        raise SpotrunError(
-            f"run.train takes a transformers.Trainer, not {found.__module__}.{found.__qualname__}: write {right}"
-        )
     if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) < _OLDEST:
-        raise SpotrunError(
+        raise MisuseError(
             f"run.train needs transformers {_OLDEST[0]}.{_OLDEST[1]} or newer, not {transformers.__version__}: name "
             f"transformers>={_OLDEST[0]}.{_OLDEST[1]} in requirements"
         )
     again = isinstance(run._state.objects.get("trainer"), Rest)
     if run._models and not again:
-        raise SpotrunError("run.train: leave out run.ddp, and give the Trainer the module itself")
+        raise MisuseError("run.train: leave out run.ddp, and give the Trainer the module itself")
     if trainer.args.world_size != run._world_size:  # of this node, while this worker warms up
-        raise SpotrunError(
+        raise MisuseError(
             f"run.train: there are {run._world_size} workers, and the Trainer knows of {trainer.args.world_size}: call "
             "spotrun.init() before TrainingArguments(…)"
         )
@@ -109,9 +102,9 @@ def _check(run: Run, trainer: Any, options: dict[str, Any]) -> None:
         (str(trainer.accelerator.distributed_type).endswith(_SHARDED), "FSDP or DeepSpeed"),
     ):
         if wrong:
-            raise SpotrunError(f"run.train does not support {what}")
+            raise MisuseError(f"run.train does not support {what}")
     if options.get("resume_from_checkpoint") is True and not _has_checkpoint(trainer.args.output_dir):
-        raise SpotrunError(
+        raise SpotrunError(  # another machine's disk may have one
             f"run.train: {trainer.args.output_dir} has no checkpoint. Leave out resume_from_checkpoint=True: after an "
             "interruption, run.train goes on without it"
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError, SpotrunError
 from spotrun.train.frameworks import refuse_elastic
 from spotrun.train.lightning.loop import TrainingLoop, refuse_callbacks
 from spotrun.train.lightning.package import pl
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def fit(run: Run, trainer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Have the Trainer train, from the restored state on.
 
-    Raises `SpotrunError` for a Trainer that could not go on after an interruption.
+    Raises `MisuseError` for a Trainer that could not go on after an interruption.
     """
     module = args[0] if args else options.get("model")
     module = getattr(module, "_orig_mod", module)  # `torch.compile` wraps it, and Lightning unwraps it
@@ -43,13 +43,13 @@ def _check_module(module: Any) -> None:
     advice = "write run.fit(trainer, module, …)"
     if any(each.__module__.startswith(("lightning.", "pytorch_lightning.")) for each in type(module).__mro__):
         advice = "import the Trainer and the module from one package"
-    raise SpotrunError(f"run.fit takes a LightningModule of {pl.__name__}, not {type(module).__name__}: {advice}")
+    raise MisuseError(f"run.fit takes a LightningModule of {pl.__name__}, not {type(module).__name__}: {advice}")
 
 
 def _check(run: Run, trainer: Any, module: Any) -> None:
     again = isinstance(trainer.strategy, Workers) or run._boundary.loop.renews_samplers
     if run._models and not again:
-        raise SpotrunError("run.fit: leave out run.ddp, and give run.fit the module itself")
+        raise MisuseError("run.fit: leave out run.ddp, and give run.fit the module itself")
     _check_module(module)
     strategy = trainer.strategy
     for wrong, what in (
@@ -65,7 +65,7 @@ def _check(run: Run, trainer: Any, module: Any) -> None:
         (getattr(trainer, "_val_check_time_interval", None) is not None, "a val_check_interval that is a time"),
     ):
         if wrong:
-            raise SpotrunError(f"run.fit does not support {what}")
+            raise MisuseError(f"run.fit does not support {what}")
     refuse_callbacks(trainer)
     if (devices := len(getattr(strategy, "parallel_devices", None) or [0])) not in (1, workers_per_node()):
         raise SpotrunError(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError
 from spotrun.train.attributes import Attributes
 from spotrun.train.batches import Batch
 from spotrun.train.changing import Changing
@@ -46,10 +46,10 @@ _CALLBACKS = (  # they change what a snapshot does not have (as an optimizer's g
 
 
 def refuse_callbacks(trainer: Any) -> None:
-    """Raise `SpotrunError` if the Trainer has a callback that could not go on after an interruption."""
+    """Raise `MisuseError` if the Trainer has a callback that could not go on after an interruption."""
     for each in trainer.callbacks:
         if isinstance(each, _CALLBACKS):
-            raise SpotrunError(f"run.fit does not support {type(each).__name__}")
+            raise MisuseError(f"run.fit does not support {type(each).__name__}")
 
 
 class TrainingLoop:
@@ -124,7 +124,7 @@ class TrainingLoop:
     def _track(self) -> None:
         run, trainer, module = self._run, self._trainer, self._trainer.lightning_module
         if len(trainer.optimizers) != 1 or isinstance(trainer.optimizers[0], torch.optim.LBFGS):
-            raise SpotrunError("run.fit needs exactly one optimizer, which is not LBFGS")
+            raise MisuseError("run.fit needs exactly one optimizer, which is not LBFGS")
         whole = all(each.requires_grad for each in module.parameters())
         self._model = trainer.strategy.model if whole else Changing(module)
         self._forward = module.forward

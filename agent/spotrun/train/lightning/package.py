@@ -9,7 +9,7 @@ import importlib
 import re
 from typing import TYPE_CHECKING, Any
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError
 from spotrun.train import frameworks
 
 if TYPE_CHECKING:
@@ -20,25 +20,17 @@ __all__ = ["environments", "pl", "results", "use"]
 environments: Any  # modules of it
 results: Any
 _OLDEST = (2, 6)
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def use(trainer: object) -> Any:
-    """Note this Trainer's package, and return the module with `fit`. Raises `SpotrunError` if it is not Lightning's."""
-    modules = [each.__module__ for each in type(trainer).__mro__]
-    name = next((each for each in _PACKAGES if f"{each}.trainer.trainer" in modules), None)
-    if name is None:
-        found = type(trainer)
-        right = "run.train(trainer)" if "transformers.trainer" in modules else "run.fit(trainer, module, …)"
-        raise SpotrunError(
-            f"run.fit takes a Trainer of Lightning, not {found.__module__}.{found.__qualname__}: write {right}"
-        )
+    """Note this Trainer's package, and return the module with `fit`. Raises `MisuseError` if it is not Lightning's."""
+    name = frameworks.check_trainer(trainer, "run.fit").removesuffix(".trainer.trainer")
     package: Any = importlib.import_module(name)
     if tuple(map(int, re.findall(r"\d+", package.__version__)[:2])) < _OLDEST:
-        raise SpotrunError(f"run.fit needs {name} {_OLDEST[0]}.{_OLDEST[1]} or newer, not {package.__version__}")
+        raise MisuseError(f"run.fit needs {name} {_OLDEST[0]}.{_OLDEST[1]} or newer, not {package.__version__}")
     globals().update(
         pl=package,
         environments=importlib.import_module(f"{name}.plugins.environments"),
         results=importlib.import_module(f"{name}.trainer.connectors.logger_connector.result"),
     )
-    return frameworks.load("lightning.fit", "run.fit", "lightning>=2.6")
+    return frameworks.load(trainer, "lightning.fit", "run.fit")

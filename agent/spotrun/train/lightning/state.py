@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError
 from spotrun.train.distributed import rank_and_world
 from spotrun.train.frameworks import check_workers
 from spotrun.train.lightning.package import pl, results
@@ -208,7 +208,7 @@ class Means:
         plain = {name: meta for name, meta in found.items() if not meta.sync.rank_zero_only}
         needed = {name: meta for name, meta in plain.items() if meta.on_epoch or meta.sync.should}
         if len(needed) > ROWS:
-            raise SpotrunError(
+            raise MisuseError(
                 f"run.fit: training_step logs {len(needed)} metrics with on_epoch or sync_dist; at most {ROWS} can be "
                 "kept: log the others with self.log(…, on_epoch=False)"
             )
@@ -247,7 +247,7 @@ def _joined(values: list[torch.Tensor | None], device: torch.device) -> torch.Te
 def _describe(name: str, item: Any) -> dict[str, Any]:
     meta = item.meta
     if meta.sync.group is not None:
-        raise SpotrunError(f"run.fit does not support self.log({meta.name!r}, …, sync_dist_group=…)")
+        raise MisuseError(f"run.fit does not support self.log({meta.name!r}, …, sync_dist_group=…)")
     plain = {each.name: getattr(meta, each.name) for each in fields(meta) if each.name not in ("reduce_fx", "_sync")}
     return {
         "name": name,

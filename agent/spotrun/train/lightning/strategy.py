@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError
 from spotrun.train.distributed import rank_and_world
 from spotrun.train.lightning.package import environments, pl
 
@@ -151,9 +151,9 @@ def _is_of_lightning(frame: FrameType) -> bool:
 def with_beginning(loader: Any) -> Any:
     """Have the loader begin where `begin_at` says. It does not load the batches before."""
     if not isinstance(loader, DataLoader):
-        raise SpotrunError(f"run.fit needs a torch.utils.data.DataLoader for training, not a {type(loader).__name__}")
+        raise MisuseError(f"run.fit needs a torch.utils.data.DataLoader for training, not a {type(loader).__name__}")
     if isinstance(loader.dataset, IterableDataset):
-        raise SpotrunError("run.fit does not support an IterableDataset for training")
+        raise MisuseError("run.fit does not support an IterableDataset for training")
     name = _sampler_name(loader)
     if not isinstance(whole := getattr(loader, name), Remaining):
         vars(loader)[name] = Remaining(whole)  # a DataLoader forbids the plain assignment
@@ -163,7 +163,7 @@ def with_beginning(loader: Any) -> Any:
 def begin_at(combined: Any, done: int) -> None:
     """Have the loader of the training samples skip so many batches when it is asked for its next epoch."""
     if len(loaders := combined.flattened) != 1:  # a shorter one would begin again within an epoch
-        raise SpotrunError(f"run.fit needs one DataLoader for training, not {len(loaders)}")
+        raise MisuseError(f"run.fit needs one DataLoader for training, not {len(loaders)}")
     getattr(loaders[0], _sampler_name(loaders[0])).done = done
 
 
