@@ -396,6 +396,7 @@ def refused_after(plan: Any, out: Path) -> None:
 
 def too_early(plan: Any, out: Path) -> None:
     """Its TrainingArguments come before `spotrun.init`."""
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # another test's `spotrun.init` may have set it in this process
     args = TrainingArguments(str(out / "trainer"), report_to="none")
     _attempt(spotrun.init(), Trainer(Net(None), args, train_dataset=Samples()))
 
