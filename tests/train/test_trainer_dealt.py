@@ -59,6 +59,17 @@ def test_fewer_workers_and_then_more(job: Regroups, tmp_path: Path, script: str,
     nearly(job.cluster.final(), undisturbed_final(tmp_path / "one", "a", 2, {**plan, "die_at": -1}))
 
 
+def test_an_order_that_follows_from_the_size_of_a_step(job: Regroups, tmp_path: Path) -> None:
+    """And a loader that stays when the workers change."""
+    plan = {"script": "trainers_dealt.grouped", "global_batch": 32}
+    job.begin("ab", stop_at=5, a=plan, b=plan)
+    job.regroup(job.members[:1], stop_at=7)
+    job.regroup([*job.members, job.warm_up("c", **plan)])
+    assert job.end() == [0, 0], job.state_and_log()
+    assert all({*ids} == {*range(SAMPLES)} for ids in job.cluster.seen().values())
+    nearly(job.cluster.final(), undisturbed_final(tmp_path / "one", "a", 0, plan))
+
+
 def test_a_restart_changes_no_bit(tmp_path: Path) -> None:
     """With two workers, also from a state of three."""
     wanted = undisturbed_final(tmp_path / "whole", "ab", 0, {"script": "trainers_dealt.dealt", "global_batch": 32})
@@ -77,6 +88,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
         "refused: run.train(trainer, global_batch=12): give a multiple of per_device_train_batch_size, 8",
         "refused: run.train(trainer, global_batch=0): give a multiple of per_device_train_batch_size, 8",
         "refused: run.train(trainer, global_batch=1.5): give a whole number",
+        "refused: run.train(trainer, global_batch=32): leave out split_batches and dispatch_batches",
     ]
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 from spotrun.errors import SpotrunError
+from tests.train.scripts import SAMPLES
 from tests.train.trainers import Net, Trained
 
 
@@ -46,6 +48,27 @@ def tokens(plan: Any, out: Path) -> None:
     script.save()
 
 
+class Grouped(Trainer):
+    """Its order follows from the number of samples in a step, as with group_by_length. It keeps its loader."""
+
+    _own: Any = None
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return [at for start in range(0, SAMPLES, size) for at in reversed(range(start, min(start + size, SAMPLES)))]
+
+    def get_train_dataloader(self) -> Any:
+        self._own = self._own or super().get_train_dataloader()
+        return self._own
+
+
+def grouped(plan: Any, out: Path) -> None:
+    script = Trained(plan, out, Grouped, gradient_accumulation_steps=1)
+    script.net.layers = layers()
+    script.run.train(script.trainer, global_batch=plan.global_batch)
+    script.save()
+
+
 def refused(plan: Any, out: Path) -> None:
     """What does not fit."""
     script = Trained(plan, out)
@@ -55,3 +78,8 @@ def refused(plan: Any, out: Path) -> None:
         except SpotrunError as error:
             print("refused:", error, flush=True)
         script.trainer.args.gradient_accumulation_steps = 1
+    script.trainer.accelerator.dataloader_config.split_batches = True
+    try:
+        script.run.train(script.trainer, global_batch=32)
+    except SpotrunError as error:
+        print("refused:", error, flush=True)

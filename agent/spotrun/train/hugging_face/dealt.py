@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
+from torch.utils.data import DistributedSampler
 
 from spotrun.errors import MisuseError
 from spotrun.train import batches
@@ -92,7 +93,7 @@ class Deal:
     """Has a Trainer train with `global_batch` samples in each step, for any number of workers."""
 
     def __init__(self, trainer: Any, global_batch: int) -> None:
-        args = trainer.args
+        args, loading = trainer.args, trainer.accelerator.dataloader_config
         call = f"run.train(trainer, global_batch={global_batch!r})"
         global_batch, batch = batches.whole_number(global_batch, call), args.per_device_train_batch_size
         if global_batch <= 0 or global_batch % batch:
@@ -101,6 +102,9 @@ class Deal:
             (args.gradient_accumulation_steps > 1, "leave out gradient_accumulation_steps: it follows from both"),
             (not hasattr(trainer.train_dataset, "__len__"), "the training dataset needs a length"),
             (not args.average_tokens_across_devices, "leave average_tokens_across_devices=True"),
+            (loading.split_batches or loading.dispatch_batches, "leave out split_batches and dispatch_batches"),
+            (not loading.use_seedable_sampler, "leave use_seedable_sampler=True"),
+            (args.train_sampling_strategy == "batch_rebalance", "leave out batch_rebalance"),
         ):
             if wrong:
                 raise MisuseError(f"{call}: {what}")
@@ -125,13 +129,20 @@ class Deal:
         return number * self._world + self._rank
 
     def _load_dealt(self) -> Any:
-        loader = self._load()
+        args = self._trainer.args
+        own, args.gradient_accumulation_steps = args.gradient_accumulation_steps, self._count
+        loader = self._load()  # with group_by_length, the order follows from the batches in a step: here, of all ranks
+        args.gradient_accumulation_steps = own
         inner = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper only asks this one
         sampler = getattr(inner, "batch_sampler", None)
-        if isinstance(sampler, BatchSamplerShard):
+        if isinstance(sampler, BatchSamplerShard | Dealt):  # a Trainer may keep its loader
             sampler = sampler.batch_sampler
         if sampler is None or isinstance(loader, DataLoaderDispatcher) or not hasattr(sampler, "__len__"):
             raise MisuseError("run.train: global_batch needs a DataLoader whose batches each rank loads for itself")
+        if isinstance(getattr(sampler, "sampler", None), DistributedSampler):
+            raise MisuseError("run.train: global_batch needs a DataLoader without a DistributedSampler")
+        if (size := getattr(sampler, "batch_size", None) or self._batch) != self._batch:
+            raise MisuseError(f"run.train: the DataLoader has batch_size={size}, and the Trainer {self._batch}")
         vars(inner)["batch_sampler"] = Dealt(sampler, self._count, self._world, self._rank)  # it forbids `=`
         self._epoch = Epoch.of(sampler, self._batch, self._count, self._world, self._rank)
         return loader
