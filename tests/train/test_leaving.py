@@ -160,11 +160,17 @@ def test_nothing_waits_long_for_a_store_that_does_not_answer(
     group_health.begin(dist.TCPStore("127.0.0.1", receiver.recv(), is_master=False))
     assert server.pid is not None
     os.kill(server.pid, signal.SIGSTOP)
+    wait_for(lambda: all_threads_stand(Path(f"/proc/{server.pid}/task")), 60)  # one of them is the store's
     monkeypatch.setattr(group_health, "_ANSWER", 0.1)
     group_health.note_abort()  # returns
     assert "does not say" in group_health.abort_elsewhere()
     server.kill()
     assert "does not say" in group_health.abort_elsewhere()
+
+
+def all_threads_stand(folder: Path) -> bool:
+    """Whether a signal has stopped each thread of a process: that takes a moment on a busy machine."""
+    return all((each / "stat").read_text().rpartition(")")[2].split()[0] == "T" for each in folder.iterdir())
 
 
 def serve_a_store(port: Connection) -> None:
