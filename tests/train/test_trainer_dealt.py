@@ -100,12 +100,13 @@ def test_the_mean_over_all_ranks_is_that_over_all_samples(total: int, last: int,
     assert {len(each) for each in ranks} == {len(Dealt(whole, count, world, 0))}
     weights = torch.zeros(total)
     for rank, given in enumerate(ranks):
-        epoch, batches = Epoch(8, count, total, last, world, rank), iter(given)
-        for step in range(epoch.steps):
+        epoch, batches = Epoch(8 * (total - 1) + last, 8, 8 * count, world, rank), iter(given)
+        steps = -(-total // count)
+        for step in range(steps):
             rounds = -(-min(count, total - step * count) // world)
             for number in range(rounds):
                 (at, *_) = next(batches)
-                weights[at] += epoch.factor(step + 2 * epoch.steps, number) / rounds / world
+                weights[at] += epoch.factor(step + 2 * steps, number) / rounds / world
         assert next(batches, None) is None
     for step in range(-(-total // count)):
         samples = [len(each) for each in whole[step * count :][:count]]

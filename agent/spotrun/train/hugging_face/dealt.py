@@ -20,6 +20,7 @@ from torch.utils.data import DistributedSampler
 
 from spotrun.errors import MisuseError
 from spotrun.train import batches
+from spotrun.train.sampler import deal, taken
 
 
 class Dealt:
@@ -50,43 +51,33 @@ class Dealt:
 class Epoch:
     """What the batches of an epoch weigh.
 
-    batch: samples of a whole batch. count: batches in a step of all ranks. total: batches in the epoch, of all ranks.
-    last: samples of the last one.
+    n: samples in the epoch. batch: samples of a batch; the last one may have fewer. global_batch: samples of a step.
     """
 
+    n: int
     batch: int
-    count: int
-    total: int
-    last: int
+    global_batch: int
     world: int
     rank: int
 
     @classmethod
-    def of(cls, batch_sampler: Any, batch: int, count: int, world: int, rank: int) -> Epoch:
+    def of(cls, batch_sampler: Any, batch: int, global_batch: int, world: int, rank: int) -> Epoch:
         """The epoch of a batch sampler that gives the batches of all ranks."""
         sampler: Any = getattr(batch_sampler, "sampler", None)
-        total = len(batch_sampler)
-        last = len(sampler) - (total - 1) * batch if hasattr(sampler, "__len__") else batch
-        return cls(batch, count, total, last if 0 < last <= batch else batch, world, rank)
-
-    @property
-    def steps(self) -> int:
-        return max(1, -(-self.total // self.count))
+        n = whole = len(batch_sampler) * batch
+        if hasattr(sampler, "__len__") and whole - batch < len(sampler) <= whole:
+            n = len(sampler)
+        return cls(n, batch, global_batch, world, rank)
 
     def factor(self, step: int, number: int) -> float:
         """For the loss of this rank's batch of this number in the step, which a Trainer divides by their number.
 
         With it, the mean over all ranks is that over all samples of the step. 0: the batch only repeats samples.
         """
-        first = step % self.steps * self.count
-        there = min(self.count, self.total - first)
-        rounds, at = -(-there // self.world), number * self.world + self.rank
-        if at >= there:
-            return 0.0
-        ends = first + there == self.total  # the epoch
-        samples = there * self.batch - (self.batch - self.last if ends else 0)
-        own = self.last if ends and at == there - 1 else self.batch
-        return own * self.world * rounds / samples
+        steps = max(1, -(-self.n // self.global_batch))
+        start = step % steps * self.global_batch
+        own = deal(start, self.n, self.batch, self.world, self.rank, self.global_batch)
+        return len(own[number]) * self.world * len(own) / taken(start, self.n, self.global_batch, 1)
 
 
 class Deal:
@@ -144,7 +135,7 @@ class Deal:
         if (size := getattr(sampler, "batch_size", None) or self._batch) != self._batch:
             raise MisuseError(f"run.train: the DataLoader has batch_size={size}, and the Trainer {self._batch}")
         vars(inner)["batch_sampler"] = Dealt(sampler, self._count, self._world, self._rank)  # it forbids `=`
-        self._epoch = Epoch.of(sampler, self._batch, self._count, self._world, self._rank)
+        self._epoch = Epoch.of(sampler, self._batch, self.samples, self._world, self._rank)
         return loader
 
     def _factor(self, number: int) -> float:
