@@ -228,6 +228,7 @@ class Run:
         size = batches.step_size(loader, accumulate, global_batch)
         self._check_steps(loader)
         boundary, clock, on_cpu = self._boundary, self._clock, self.device.type == "cpu"
+        several = size.several
         clock.resume()
         with boundary.loop, boundary.snapshots.guard or nullcontext():  # later code may change the state in any way
             feed = self._feed(loader, size)
@@ -238,7 +239,7 @@ class Run:
                 batch = next(self._iterator, batches.END)
                 if batch is batches.END:
                     break
-                if size.several:
+                if several:
                     self._exchange.begin(current.last)
                 self._inside = True
                 try:
