@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from spotrun.train.hugging_face.dealt import Dealt, Epoch
+from spotrun.train.dealt import Dealt, Epoch
 from tests.train.generations import Cluster, flatten
 from tests.train.regroups import Regroups, release, undisturbed_final
 from tests.train.scripts import SAMPLES

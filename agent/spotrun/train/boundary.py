@@ -67,6 +67,8 @@ class Boundary:
         self.exactness: Exactness | None = None  # only on a GPU, in exact mode
         self._health = group_health.GroupHealth()
         self.loop = Loop(self._leave_loop)
+        if membership is not None:
+            membership.loop = self.loop
         self.must_regroup = False  # whether this worker must join another generation before it goes on
         self._void: BaseException | None = None  # why the step under way does not count
         self._allocated: list[torch.optim.Optimizer] = []  # those with a state that is not loaded yet
@@ -88,7 +90,6 @@ class Boundary:
             refuse_sharded(state.objects)
             state.encode(encoder)  # every rank checks what a snapshot can hold before it fetches a state
         if self._membership is not None:
-            self._membership.loop = self.loop
             self._membership.look_at(state.objects.values(), encoder.tensors.values())
             control.able = self._membership.able()
             if control.able == ABLE or (control.able == NEEDS_RELEASE and self._context.exact):
@@ -366,9 +367,8 @@ class Boundary:
         control.restored = time.time()
         control.base = control.step = self._state.step
         assert self._context is not None
-        at = (self._state.step, self._state.epoch)
-        substitute = is_substitute(self._rank, self._local_rank, len(self._context.controls))
-        self.metrics.begin(Header(self._context.job, self._context.generation, self._rank, *at), substitute)
+        of = (self._context.job, self._context.generation, self._rank, step, self._state.epoch)
+        self.metrics.begin(Header(*of), is_substitute(self._rank, self._local_rank, len(self._context.controls)))
 
     def _trouble(self) -> str:
         """Why the snapshot that was just copied must not be committed; empty: it may be."""

@@ -285,9 +285,10 @@ class Run:
         module = frameworks.load(trainer, "hugging_face.train", "run.train")
         return module.train(self, trainer, options, global_batch)
 
-    def fit(self, trainer: Any, *args: Any, **options: Any) -> None:
+    def fit(self, trainer: Any, *args: Any, global_batch: int | None = None, **options: Any) -> None:
         """`trainer.fit(…)` for a Trainer of PyTorch Lightning, which goes on where it was (docs/training.md)."""
-        frameworks.load(trainer, "lightning.package", "run.fit").use(trainer).fit(self, trainer, args, options)
+        package = frameworks.load(trainer, "lightning.package", "run.fit").use(trainer)
+        package.fit(self, trainer, args, options, global_batch)
 
     def log(self, **values: Any) -> None:
         """Keep numbers (0-dim tensors too) in the job's metrics, and show the newest ones in its display.

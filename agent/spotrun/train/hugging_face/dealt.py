@@ -1,17 +1,13 @@
 """Steps of a Trainer with the same samples for any number of workers: `run.train(trainer, global_batch=…)`.
 
-The batches of a step go to the workers in turn, as with `run.steps(loader, global_batch=…)`. A Trainer counts its steps
-by batches, so each worker needs the same number of them: if the batches cannot be divided evenly, a worker repeats the
-first one of the step, and its loss counts nothing.
+The batches of a step go to the workers in turn, as with `run.steps(loader, global_batch=…)`. See `train/dealt.py`.
 
 Read in transformers 5.24: `_run_epoch`, `set_initial_training_values`, `training_step`, `compute_loss`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,64 +16,7 @@ from torch.utils.data import DistributedSampler
 
 from spotrun.errors import MisuseError
 from spotrun.train import batches
-from spotrun.train.sampler import deal, taken
-
-
-class Dealt:
-    """A batch sampler: this rank's batches. batch_sampler: gives the batches of all ranks, in one order on each rank.
-
-    count: batches in a step.
-    """
-
-    def __init__(self, batch_sampler: Any, count: int, world: int, rank: int) -> None:
-        # Here, a Trainer and accelerate look for `set_epoch`.
-        self.batch_sampler, self.sampler = batch_sampler, getattr(batch_sampler, "sampler", None)
-        self._count, self._world, self._rank = count, world, rank
-
-    def __iter__(self) -> Iterator[list[int]]:
-        whole = iter(self.batch_sampler)
-        while step := list(islice(whole, self._count)):
-            own = step[self._rank :: self._world]
-            yield from own
-            if len(own) < -(-len(step) // self._world):
-                yield step[0]
-
-    def __len__(self) -> int:
-        steps, rest = divmod(len(self.batch_sampler), self._count)
-        return steps * -(-self._count // self._world) + -(-rest // self._world)
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What the batches of an epoch weigh.
-
-    n: samples in the epoch. batch: samples of a batch; the last one may have fewer. global_batch: samples of a step.
-    """
-
-    n: int
-    batch: int
-    global_batch: int
-    world: int
-    rank: int
-
-    @classmethod
-    def of(cls, batch_sampler: Any, batch: int, global_batch: int, world: int, rank: int) -> Epoch:
-        """The epoch of a batch sampler that gives the batches of all ranks."""
-        sampler: Any = getattr(batch_sampler, "sampler", None)
-        n = whole = len(batch_sampler) * batch
-        if hasattr(sampler, "__len__") and whole - batch < len(sampler) <= whole:
-            n = len(sampler)
-        return cls(n, batch, global_batch, world, rank)
-
-    def factor(self, step: int, number: int) -> float:
-        """For the loss of this rank's batch of this number in the step, which a Trainer divides by their number.
-
-        With it, the mean over all ranks is that over all samples of the step. 0: the batch only repeats samples.
-        """
-        steps = max(1, -(-self.n // self.global_batch))
-        start = step % steps * self.global_batch
-        own = deal(start, self.n, self.batch, self.world, self.rank, self.global_batch)
-        return len(own[number]) * self.world * len(own) / taken(start, self.n, self.global_batch, 1)
+from spotrun.train.dealt import Dealt, Epoch
 
 
 class Deal:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spotrun.errors import MisuseError, SpotrunError
 from spotrun.train.frameworks import refuse_elastic
+from spotrun.train.lightning.dealt import Deal
 from spotrun.train.lightning.loop import TrainingLoop, refuse_callbacks
 from spotrun.train.lightning.package import pl
 from spotrun.train.lightning.strategy import Workers, workers_per_node
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from spotrun.train.run import Run
 
 
-def fit(run: Run, trainer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def fit(run: Run, trainer: Any, args: tuple[Any, ...], options: dict[str, Any], global_batch: int | None) -> None:
     """Have the Trainer train, from the restored state on.
 
     Raises `MisuseError` for a Trainer that could not go on after an interruption.
@@ -25,15 +26,21 @@ def fit(run: Run, trainer: Any, args: tuple[Any, ...], options: dict[str, Any]) 
     module = args[0] if args else options.get("model")
     module = getattr(module, "_orig_mod", module)  # `torch.compile` wraps it, and Lightning unwraps it
     _check(run, trainer, module)
+    if global_batch is None:
+        refuse_elastic(run, "run.fit", "write run.fit(trainer, module, …, global_batch=…), or ")
+    deal = None if global_batch is None else Deal(trainer, global_batch)
     boundary = run._boundary
     boundary.loop.enters_again = True
+    boundary.loop.renews_samplers = (
+        deal is not None
+    )  # the set-up may have Lightning make one, for any number of workers
     with boundary.exit_if_a_peer_fails:
         connector = trainer._accelerator_connector
-        connector.strategy = Workers(run, trainer.strategy, connector._layer_sync)
+        connector.strategy = Workers(run, trainer.strategy, connector._layer_sync, deal)
         # Lightning's handler, and its message in each step, would wait for workers that are gone.
         trainer._signal_connector.register_signal_handlers = lambda: None
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
-        TrainingLoop(run, trainer)
+        TrainingLoop(run, trainer, deal)
         trainer.fit(*args, **options)
 
 
@@ -77,4 +84,3 @@ def _check(run: Run, trainer: Any, module: Any) -> None:
             f"run.fit: this worker has the device {run.device}, and the Trainer has {trainer.strategy.root_device}: "
             'leave accelerator="auto"'
         )
-    refuse_elastic(run, "run.fit")

@@ -24,6 +24,7 @@ from spotrun.train.attributes import Attributes
 from spotrun.train.batches import Batch
 from spotrun.train.changing import Changing
 from spotrun.train.frameworks import LeaveLoop, until_it_ends
+from spotrun.train.lightning.dealt import Deal
 from spotrun.train.lightning.package import pl
 from spotrun.train.lightning.state import Rest
 from spotrun.train.lightning.strategy import begin_at, generators
@@ -55,9 +56,10 @@ def refuse_callbacks(trainer: Any) -> None:
 class TrainingLoop:
     """Takes the place of the method `run` of a Trainer's loop over epochs, and of some others of its methods."""
 
-    def __init__(self, run: Run, trainer: Any) -> None:
-        self._run, self._trainer, self._rest = run, trainer, Rest(trainer)
-        self._steps = Steps(run, trainer, self._rest)
+    def __init__(self, run: Run, trainer: Any, deal: Deal | None) -> None:
+        self._run, self._trainer, self._deal = run, trainer, deal
+        self._rest = Rest(trainer, elastic=deal is not None)
+        self._steps = Steps(run, trainer, self._rest, deal)
         trainer.callbacks.insert(0, self._steps)
         self._again = False  # whether the loops must begin in the middle of an epoch
         self._seeds: dict[torch.Generator, int] = {}  # that the script gave to a loader's generators
@@ -94,6 +96,8 @@ class TrainingLoop:
     def reset_epoch(self) -> None:
         if not self._again:
             self._reset_epoch()
+        elif self._deal is not None:
+            self._deal.recount(self._rest.kept["batches"])
         self._again = False
 
     def start_epoch(self, fetcher: Any) -> None:
@@ -110,6 +114,8 @@ class TrainingLoop:
         fit._resuming_from_checkpoint = True  # so Lightning does not do that again
         self._start_epoch(fetcher)
         fit._resuming_from_checkpoint = False
+        if self._deal is not None:
+            self._deal.begin_epoch()
 
     def advance(self, fetcher: Any) -> None:
         """A batch begins."""
@@ -133,6 +139,9 @@ class TrainingLoop:
         if run._membership is not None:
             schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
             run._membership.see_tracked(*schedulers, getattr(trainer.precision_plugin, "scaler", None))
+        if self._deal is not None:
+            self._deal.check_schedulers()
+            self._drop_loaders()  # the set-up may have asked for their length, in a worker that was alone
         self._settle_in()
 
     def _settle_in(self) -> None:
@@ -172,7 +181,11 @@ class TrainingLoop:
         trainer.training = True
         val._results.reset()
         val._results.clear()  # the ranks meet for each entry, in order, and a newcomer has none
-        for loop in (trainer.fit_loop, val):
+        self._drop_loaders()
+
+    def _drop_loaders(self) -> None:
+        fit = self._trainer.fit_loop
+        for loop in (fit, fit.epoch_loop.val_loop):
             if loop._data_fetcher is not None:
                 loop._data_fetcher.teardown()
                 loop._data_fetcher = None
@@ -182,8 +195,8 @@ class TrainingLoop:
 class Steps(pl.Callback):
     """The boundary between two steps of a Trainer."""
 
-    def __init__(self, run: Run, trainer: Any, rest: Rest) -> None:
-        self._run, self._trainer, self._rest = run, trainer, rest
+    def __init__(self, run: Run, trainer: Any, rest: Rest, deal: Deal | None) -> None:
+        self._run, self._trainer, self._rest, self._deal = run, trainer, rest, deal
         self._done = False  # whether a step is done that is not counted yet
         self._timed = 0.0  # when that step ended
         self._validating: Attributes | None = None  # those from before the first validation after that step
@@ -195,6 +208,8 @@ class Steps(pl.Callback):
         run, self._done = self._run, False
         size = getattr(trainer.train_dataloader, "batch_size", None) or 0
         self._samples = size * trainer.accumulate_grad_batches
+        if self._deal is not None:
+            self._samples = self._deal.samples / run.world_size
         run._sizes, run._epochs = (0.0, self._samples * run.world_size), sys.maxsize
         total = trainer.estimated_stepping_batches
         if run._control is not None and total < sys.maxsize:
@@ -203,13 +218,16 @@ class Steps(pl.Callback):
     def begin(self) -> None:
         """A batch begins, and maybe a step."""
         run, trainer = self._run, self._trainer
-        number = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches
+        ready, end = trainer.fit_loop.epoch_loop.batch_progress.current.ready, trainer.global_step + 1
+        number = ready % trainer.accumulate_grad_batches
         if number == 0:
             self.end()
             run._state.epoch = trainer.current_epoch
-        run._batch = Batch(1.0, True, trainer.global_step + 1, self._samples, number)
+        run._batch, rank = Batch(1.0, True, end, self._samples, number), run.rank
+        if self._deal is not None:
+            run._batch, rank = self._deal.batch(ready, end), 0
         run._inside = True
-        reseed(run._state.seed, run.step, number, run.rank)
+        reseed(run._state.seed, run.step, run._batch.number, rank)
 
     def end(self, ended: bool = False) -> None:
         """Count the step that is done, if there is one. Raises `LeaveLoop` if the members change then.
@@ -256,5 +274,7 @@ class Steps(pl.Callback):
             guard()
 
     def on_train_batch_end(self, *_: Any) -> None:
+        if self._deal is not None:
+            self._deal.end_batch()
         if not self._trainer.fit_loop._should_accumulate():
             self._done, self._timed = True, time.monotonic()

@@ -27,13 +27,13 @@ class Rest:
     """What a Lightning Trainer has besides its model and its optimizer, as an object for `run.track`.
 
     kept: its state after the newest step that counts, or the state that was loaded. It has no loops if training has
-    not begun. ended: whether training has ended.
+    not begun. ended: whether training has ended. elastic: whether the number of workers may change.
     """
 
     changes_with_optimizer = True  # and what changes before, `give` puts back
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, elastic: bool) -> None:
+        self._trainer, self._elastic = trainer, elastic
         self._means = Means(trainer)
         self._validated: dict[int, int] = {}
         self._parameters: list[torch.nn.Parameter] = []
@@ -52,7 +52,8 @@ class Rest:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Keep it for `give`. Raises `SpotrunError` if it is of another number of workers."""
-        check_workers(saved["workers"], "run.fit")
+        if not self._elastic:
+            check_workers(saved["workers"], "run.fit")
         self.kept = saved
 
     def note(self, ended: bool) -> None:
@@ -63,6 +64,7 @@ class Rest:
         states = {each.state_key: each.state_dict() for each in trainer.callbacks}
         self.kept = {
             "workers": rank_and_world()[1],
+            "batches": trainer.accumulate_grad_batches,  # of a worker in a step
             "ended": ended,
             "loops": _counts(loops),
             "stops": trainer.should_stop,
@@ -185,10 +187,10 @@ class Means:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         trainer, results = self._trainer, self._trainer.fit_loop.epoch_loop._results
-        own = saved["sums"][rank_and_world()[0]].tolist()
+        rank, world = rank_and_world()
         names = [each["name"] for each in saved["metrics"]]
-        if own[0] != _number(names):
-            own = [0.0] * len(own)
+        # One of this rank, unless the number of workers has changed.
+        sums = [each for each in saved["sums"][rank::world].tolist() if each[0] == _number(names)]
         # A newcomer does not have the metric objects. Lightning's ranks meet for each entry, in order: all drop these.
         for item in results.values():
             if not item.is_tensor:
@@ -198,7 +200,7 @@ class Means:
         for index, each in enumerate(saved["metrics"]):
             item = _made(each, trainer)
             item.to(trainer.strategy.root_device)
-            _fill(item, each, own[1 + index :: ROWS])
+            _fill(item, each, [own[1 + index :: ROWS] for own in sums])
             results[each["name"]] = item
 
     def _names(self) -> list[str]:
@@ -273,11 +275,14 @@ def _made(described: dict[str, Any], trainer: Any) -> Any:
     return item
 
 
-def _fill(item: Any, described: dict[str, Any], numbers: list[float]) -> None:
-    value, count, cache = numbers
+def _fill(item: Any, described: dict[str, Any], numbers: list[list[float]]) -> None:
+    """numbers: of each rank whose part this rank takes over, value, count and cache."""
     kind = {"dtype": torch.float64 if described["double"] else torch.float32, "device": item.value.device}
-    item.value = torch.tensor(value, **kind)
+    values, counts, caches = zip(*numbers, strict=True) if numbers else ((), (), ())
+    if values:
+        join = max if item.meta.is_max_reduction else min if item.meta.is_min_reduction else sum
+        item.value = torch.tensor(join(values), **kind)
     if item.meta.is_mean_reduction:
-        item.cumulated_batch_size = torch.tensor(int(count), device=item.value.device)
-    item._forward_cache = torch.tensor(cache, **kind) if described["cached"] else None
+        item.cumulated_batch_size = torch.tensor(int(sum(counts)), device=item.value.device)
+    item._forward_cache = torch.tensor(caches[0] if caches else 0.0, **kind) if described["cached"] else None
     item.has_reset, item._update_count = described["reset"], described["updates"]

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from spotrun.errors import MisuseError
 from spotrun.train.distributed import rank_and_world
+from spotrun.train.lightning.dealt import Deal
 from spotrun.train.lightning.package import environments, pl
 
 if TYPE_CHECKING:
@@ -30,9 +31,10 @@ class Workers(pl.strategies.DDPStrategy):
     """As `DDPStrategy`, but the process group and the model wrapper are spotrun's.
 
     given: the strategy that it takes the place of. layer_sync: what makes layers exchange values, such as BatchNorm's.
+    deal: what deals batches to the workers; None: each worker has a part of the samples for itself.
     """
 
-    def __init__(self, run: Run, given: Any, layer_sync: Any) -> None:
+    def __init__(self, run: Run, given: Any, layer_sync: Any, deal: Deal | None) -> None:
         super().__init__(
             accelerator=given.accelerator,
             parallel_devices=[run.device] * workers_per_node(),
@@ -41,7 +43,7 @@ class Workers(pl.strategies.DDPStrategy):
             precision_plugin=given._precision_plugin,
             **getattr(given, "_ddp_kwargs", {}),
         )
-        self._run = run
+        self._run, self._deal = run, deal
         self._layer_sync = layer_sync  # a strategy for one device does not keep it
         self.set_world_ranks()
 
@@ -76,6 +78,8 @@ class Workers(pl.strategies.DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         rank, world = rank_and_world()
+        if self._deal is not None and self._trains():
+            rank, world = 0, 1  # the batches of one order are dealt
         return {"num_replicas": world, "rank": rank}
 
     def set_world_ranks(self) -> None:
@@ -119,14 +123,24 @@ class Workers(pl.strategies.DDPStrategy):
         optimizer.step(**kwargs)
         return result
 
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weight = self._run._batch.weight
+        weighted = closure_loss if weight == 1 else closure_loss * weight
+        return super().backward(weighted, optimizer, *args, **kwargs)
+
     def process_dataloader(self, dataloader: Any) -> Any:
+        if self._deal is not None and self._trains():
+            return with_beginning(dataloader, self._deal)
         self._run._size_is_read("the number of batches")
-        module: Any = self.lightning_module
-        trainer = module.trainer
         sampler = getattr(dataloader, "sampler", None)
         if isinstance(sampler, DistributedSampler):  # the script's own keeps the rank that this worker had before
             sampler.rank = self.global_rank
-        return with_beginning(dataloader) if trainer.training else dataloader
+        return with_beginning(dataloader) if self._trains() else dataloader
+
+    def _trains(self) -> bool:
+        """Whether the Trainer asks for a loader of training."""
+        module: Any = self.lightning_module
+        return bool(module.trainer.training)
 
 
 def workers_per_node() -> int:
@@ -148,15 +162,16 @@ def _is_of_lightning(frame: FrameType) -> bool:
     return frame.f_globals["__name__"].split(".")[0] in own
 
 
-def with_beginning(loader: Any) -> Any:
-    """Have the loader begin where `begin_at` says. It does not load the batches before."""
+def with_beginning(loader: Any, deal: Deal | None = None) -> Any:
+    """Have the loader begin where `begin_at` says. It does not load the batches before. deal: as in `Workers`."""
     if not isinstance(loader, DataLoader):
         raise MisuseError(f"run.fit needs a torch.utils.data.DataLoader for training, not a {type(loader).__name__}")
     if isinstance(loader.dataset, IterableDataset):
         raise MisuseError("run.fit does not support an IterableDataset for training")
     name = _sampler_name(loader)
-    if not isinstance(whole := getattr(loader, name), Remaining):
-        vars(loader)[name] = Remaining(whole)  # a DataLoader forbids the plain assignment
+    whole = getattr(loader, name)
+    own = whole.whole if isinstance(whole, Remaining) else whole
+    vars(loader)[name] = Remaining(own if deal is None else deal.wrap(loader, own))  # it forbids the plain assignment
     return loader
 
 
@@ -186,15 +201,15 @@ class Remaining:
     """
 
     def __init__(self, whole: Any) -> None:
-        self._whole, self.done = whole, 0
+        self.whole, self.done = whole, 0
 
     def __iter__(self) -> Iterator[Any]:
-        left, done = iter(self._whole), self.done
+        left, done = iter(self.whole), self.done
         first = list(itertools.islice(left, done + 1))[done:]
         return itertools.chain(first, left)
 
     def __len__(self) -> int:
-        return len(self._whole)
+        return len(self.whole)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_whole"], name)
+        return getattr(self.__dict__["whole"], name)

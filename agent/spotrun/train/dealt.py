@@ -1,0 +1,81 @@
+"""Batches that go to the workers in turn, for a Trainer whose steps have the same samples for any number of workers.
+
+A Trainer counts its steps by batches, so each worker needs the same number of them in a step. If the batches cannot be
+divided evenly, a worker repeats the first one of the step, and its loss counts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from spotrun.train.sampler import deal, taken
+
+
+class Dealt:
+    """A batch sampler: this rank's batches. batch_sampler: gives the batches of all ranks, in one order on each rank.
+
+    count: batches in a step.
+    """
+
+    def __init__(self, batch_sampler: Any, count: int, world: int, rank: int) -> None:
+        # Here, a Trainer and accelerate look for `set_epoch`.
+        self.batch_sampler, self.sampler = batch_sampler, getattr(batch_sampler, "sampler", None)
+        self._count, self._world, self._rank = count, world, rank
+
+    def __iter__(self) -> Iterator[list[int]]:
+        whole = iter(self.batch_sampler)
+        while step := list(islice(whole, self._count)):
+            own = step[self._rank :: self._world]
+            yield from own
+            if len(own) < -(-len(step) // self._world):
+                yield step[0]
+
+    def __len__(self) -> int:
+        steps, rest = divmod(len(self.batch_sampler), self._count)
+        return steps * -(-self._count // self._world) + -(-rest // self._world)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What the batches of an epoch weigh.
+
+    n: samples in the epoch. batch: samples of a batch; the last one may have fewer. global_batch: samples of a step.
+    """
+
+    n: int
+    batch: int
+    global_batch: int
+    world: int
+    rank: int
+
+    @classmethod
+    def of(cls, batch_sampler: Any, batch: int, global_batch: int, world: int, rank: int) -> Epoch:
+        """The epoch of a batch sampler that gives the batches of all ranks."""
+        sampler: Any = getattr(batch_sampler, "sampler", None)
+        n = whole = len(batch_sampler) * batch
+        if hasattr(sampler, "__len__") and whole - batch < len(sampler) <= whole:
+            n = len(sampler)
+        return cls(n, batch, global_batch, world, rank)
+
+    def samples(self, step: int, number: int) -> int:
+        """How many samples this rank's batch of this number in the step has. 0: it only repeats samples."""
+        return len(self._own(step)[1][number])
+
+    def factor(self, step: int, number: int, divisor: int = 0) -> float:
+        """For the loss of this rank's batch of this number in the step. 0: the batch only repeats samples.
+
+        With it, the mean over all ranks is that over all samples of the step. divisor: by what the Trainer divides the
+        loss; 0: by the number of batches that the rank has in the step.
+        """
+        start, own = self._own(step)
+        share = len(own[number]) * self.world / taken(start, self.n, self.global_batch, 1)
+        return share * (divisor or len(own))
+
+    def _own(self, step: int) -> tuple[int, list[range]]:
+        """Where the step begins in the epoch, and this rank's batches in it. step: in this epoch, or in the job."""
+        steps = max(1, -(-self.n // self.global_batch))
+        start = step % steps * self.global_batch
+        return start, deal(start, self.n, self.batch, self.world, self.rank, self.global_batch)

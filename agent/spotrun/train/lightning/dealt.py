@@ -1,0 +1,91 @@
+"""Steps of a Lightning Trainer with the same samples for any number of workers: `run.fit(…, global_batch=…)`.
+
+The batches of a step go to the workers in turn, as with `run.steps(loader, global_batch=…)`. See `train/dealt.py`.
+
+A Trainer counts a worker's batches in an epoch. Between two steps, their number is a multiple of a step's batches. So
+the count follows from the steps of the epoch if the number of workers changes.
+
+Read in pytorch_lightning 2.6: `_FitLoop.setup_data`, `_TrainingEpochLoop`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+from spotrun.errors import MisuseError
+from spotrun.train import batches
+from spotrun.train.batches import Batch
+from spotrun.train.dealt import Dealt, Epoch
+from spotrun.train.distributed import rank_and_world
+
+
+class Deal:
+    """Has a Trainer train with `global_batch` samples in each step, for any number of workers."""
+
+    def __init__(self, trainer: Any, global_batch: int) -> None:
+        self._call = f"run.fit(…, global_batch={global_batch!r})"
+        self.samples = batches.whole_number(global_batch, self._call)
+        for wrong, what in (
+            (self.samples <= 0, "give a number above 0"),
+            (trainer.accumulate_grad_batches != 1, "leave out accumulate_grad_batches: it follows from global_batch"),
+            (trainer.overfit_batches != 0.0, "leave out overfit_batches"),
+            (trainer.limit_train_batches != 1.0, "leave out limit_train_batches and fast_dev_run"),
+            (trainer.check_val_every_n_epoch is None, "leave out check_val_every_n_epoch=None"),
+        ):
+            if wrong:
+                raise MisuseError(f"{self._call}: {what}")
+        self._trainer, self._epoch = trainer, Epoch(0, 1, self.samples, 1, 0)
+
+    def check_schedulers(self) -> None:
+        """Raise `MisuseError` if a scheduler counts batches."""
+        for each in self._trainer.lr_scheduler_configs:
+            if each.interval == "step" and each.frequency != 1:
+                raise MisuseError(f"{self._call}: leave out a scheduler's frequency, or set its interval to epoch")
+
+    def wrap(self, loader: Any, sampler: Any) -> Dealt:
+        """The batch sampler of the loader for training: its own one, `sampler`, gives the batches of all ranks."""
+        rank, world = rank_and_world()
+        if isinstance(sampler, Dealt):  # of this loader, for the workers that there were before
+            sampler = sampler.batch_sampler
+        inner, batch = getattr(sampler, "sampler", None), loader.batch_size or getattr(sampler, "batch_size", 0)
+        if loader.batch_sampler is None or not batch or self.samples % batch:
+            raise MisuseError(f"{self._call}: give a multiple of the DataLoader's batch_size, {batch or 'not None'}")
+        if isinstance(inner, DistributedSampler) and inner.num_replicas != 1:
+            raise MisuseError(f"{self._call}: leave out the DistributedSampler: Lightning makes what is needed")
+        size = batches.StepSize(1, self.samples)
+        batches.warn_of_idle(size, batch, world)
+        count = self.samples // batch
+        self._epoch = Epoch.of(sampler, batch, self.samples, world, rank)
+        self._trainer.accumulate_grad_batches = -(-count // world)
+        return Dealt(sampler, count, world, rank)
+
+    def begin_epoch(self) -> None:
+        """Have the Trainer count steps, not batches, to find out when to validate."""
+        trainer, each = self._trainer, self._trainer.accumulate_grad_batches
+        steps = trainer.val_check_interval
+        if isinstance(steps, float):  # a part of an epoch
+            steps = max(1, int(-(-trainer.num_training_batches // each) * steps))
+        trainer.val_check_batch = steps * each
+
+    def end_batch(self) -> None:
+        """A batch ends. The last step of an epoch may have fewer batches, and counts, too."""
+        trainer, progress = self._trainer, self._trainer.fit_loop.epoch_loop.batch_progress
+        if progress.is_last_batch:
+            each, ready = trainer.accumulate_grad_batches, progress.current.ready
+            full = -(-ready // each) * each % trainer.val_check_batch == 0
+            trainer.val_check_batch = ready if full else ready + 1
+
+    def recount(self, each: int) -> None:
+        """A state is loaded that was noted between two steps, when a step had `each` batches of a worker."""
+        progress, now = self._trainer.fit_loop.epoch_loop.batch_progress.current, self._trainer.accumulate_grad_batches
+        for name, count in vars(progress).items():
+            setattr(progress, name, count // each * now)
+
+    def batch(self, ready: int, end: int) -> Batch:
+        """The worker's next batch in an epoch of which it has had `ready`. end: as in `Batch`."""
+        each, epoch = self._trainer.accumulate_grad_batches, self._epoch
+        step, at = divmod(ready, each)
+        weight, number = epoch.factor(step, at, divisor=each), at * epoch.world + epoch.rank
+        return Batch(weight, True, end, epoch.samples(step, at), number)

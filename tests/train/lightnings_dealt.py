@@ -1,0 +1,95 @@
+"""Scripts with a Trainer of Lightning whose steps have the same samples for any number of workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
+
+from spotrun.errors import SpotrunError
+from tests.train.lightnings import BATCH, EPOCHS, Fitted, Net
+from tests.train.scripts import SAMPLES, Numbered
+
+
+class Plain(Net):
+    """Without BatchNorm, whose running statistics are those of rank 0's batches. It logs what does not depend on it."""
+
+    def __init__(self, script: Fitted) -> None:
+        super().__init__(script)
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 4))
+        self.validations: list[int] = []  # after which steps
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        self.script.see(batch[1], "")
+        loss = self.loss(batch)
+        counted = torch.zeros(()) if self.script.run.padding else torch.tensor(float(len(batch[1])))
+        self.log("samples", counted, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        return loss
+
+    def on_validation_start(self) -> None:
+        self.validations.append(self.trainer.global_step)
+
+
+class Dealt(Fitted):
+    """A script that says how large a step is."""
+
+    def __init__(self, plan: Any, out: Path, **options: Any) -> None:
+        super().__init__(plan, out, accumulate_grad_batches=1, **options)
+        self.net = Plain(self)
+
+
+def dealt(plan: Any, out: Path) -> None:
+    """It validates in the middle of an epoch, too."""
+    script = Dealt(plan, out, val_check_interval=2)
+    script.fit(global_batch=plan.global_batch)
+    script.save(validations=script.net.validations)
+
+
+class Scheduled(Plain):
+    """Its schedule follows from the number of steps."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def weighted(plan: Any, out: Path) -> None:
+    """The sampler is the script's own, and draws. The loader has workers."""
+    script = Dealt(plan, out, val_check_interval=0.5, max_epochs=EPOCHS)
+    script.net = Scheduled(script)
+    own = torch.Generator().manual_seed(3)
+    weights = WeightedRandomSampler([1 + number % 3 for number in range(SAMPLES)], SAMPLES, generator=own)
+    train = DataLoader(
+        Numbered(), BATCH, sampler=weights, num_workers=2, persistent_workers=True, multiprocessing_context="fork"
+    )
+    script.fit(train, global_batch=plan.global_batch)
+    script.save(validations=script.net.validations)
+
+
+def refused(plan: Any, out: Path) -> None:
+    """What does not fit."""
+    for size, options in (
+        (0, {}),
+        (1.5, {}),
+        (32, {"accumulate_grad_batches": 2}),
+        (32, {"limit_train_batches": 3}),
+        (32, {"overfit_batches": 2}),
+        (32, {"check_val_every_n_epoch": None}),
+        (12, {}),
+    ):
+        script = Fitted(plan, out, **{"accumulate_grad_batches": 1, **options})
+        refuse(script, None, size)
+    refuse(Dealt(plan, out), DataLoader(Numbered(), BATCH, sampler=DistributedSampler(Numbered(), 2, 0)), 32)
+
+
+def refuse(script: Fitted, train: Any, size: Any) -> None:
+    try:
+        script.fit(train, global_batch=size)
+    except SpotrunError as error:
+        print("refused:", error, flush=True)
