@@ -321,6 +321,16 @@ def test_a_fixed_number_of_samples_needs_an_elastic_sampler() -> None:
         next(iter(spotrun.init().steps(DataLoader(torch.zeros(23, 1), batch_size=8), global_batch=8)))  # type: ignore[arg-type]
 
 
+def test_a_loader_whose_batches_come_in_another_order_is_refused() -> None:
+    """What a step was said to have would not be what it had, and a restart would lose and repeat samples."""
+    data = torch.zeros(23, 1)
+    loader: DataLoader[Any] = DataLoader(data, sampler=spotrun.ElasticSampler(data), in_order=False)  # type: ignore[arg-type]
+    with pytest.raises(MisuseError, match="leave out in_order=False"):
+        next(iter(spotrun.init().steps(loader)))
+    steps = spotrun.init().steps(DataLoader(data, in_order=False))  # type: ignore[arg-type]
+    assert len(list(steps)) == 23
+
+
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"global_batch": 8}])
 @pytest.mark.parametrize("asks", [True, False])
 def test_an_optimizer_that_does_not_wait_for_the_end_of_a_step_gets_a_warning(
