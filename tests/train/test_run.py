@@ -266,6 +266,28 @@ def test_resuming_equals_going_on(alone: Path, kind: str, caplog: pytest.LogCapt
     assert torch.equal(weights, same)
 
 
+def test_code_after_a_loop_draws_the_same_after_a_restart(alone: Path) -> None:
+    """Also if nothing of the loop is left to do, and between two loops over epochs."""
+    data = torch.arange(5.0).reshape(5, 1)
+
+    def draws() -> list[float]:
+        run, sampler, found = spotrun.init(seed=2), spotrun.ElasticSampler(data), []  # type: ignore[arg-type]
+        model = run.ddp(nn.Linear(1, 1))
+        run.track(model=model, sampler=sampler)
+        for end in (1, 2):
+            for _ in run.epochs(end):
+                for x in run.steps(DataLoader(data, sampler=sampler)):  # type: ignore[arg-type]
+                    run.backward(model(x).mean())
+                torch.rand(run.step)
+            found.append(torch.rand(1).item())
+        settle(run)
+        return found
+
+    first = draws()
+    assert len(set(first)) == 2
+    assert draws() == first
+
+
 def test_accumulating_equals_a_larger_batch() -> None:
     data = torch.arange(23.0).reshape(23, 1)
     results = []
