@@ -9,6 +9,7 @@ import functools
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import signal
 import time
@@ -176,6 +177,7 @@ def build(plan: Plan, out: Path) -> Any:
 def prepare(plan: Plan, out: Path) -> None:
     """What comes before the script: one thread, a log, and what the plan changes in spotrun."""
     torch.set_num_threads(1)
+    multiprocessing.set_start_method(None, force=True)  # as the launcher: loaders fork their workers (Python 3.11)
     out.mkdir(exist_ok=True)
     print_to(out / "log.txt")
     noted_state.SHARE = math.inf  # the steps of these scripts are short

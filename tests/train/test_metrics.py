@@ -399,3 +399,17 @@ def test_time_that_is_left_out_of_a_step(tmp_path: Path, after: float) -> None:
     clock.tick(control, 1)
     assert control.stepping == pytest.approx(3 + after, abs=0.5)
     assert control.alone == pytest.approx(3 if after else 3 + after, abs=0.5)
+
+
+def test_the_samples_of_a_step_that_does_not_count_are_not_counted(tmp_path: Path) -> None:
+    """The step is done again. Otherwise, the first step of a generation would seem to have both tries' samples."""
+    control, clock = Control(tmp_path / "control", create=True), Clock()
+    clock.resume()
+    clock.samples += 8
+    clock.begin()
+    clock.resume()
+    clock.samples += 8
+    clock.tick(control, 1)
+    clock.samples += 8
+    clock.tick(control, 2)
+    assert control.samples == 16

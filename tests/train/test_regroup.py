@@ -667,6 +667,23 @@ def test_a_loaders_processes_stay(job: Regroups) -> None:
     assert job.cluster.seen() == everything
 
 
+def test_a_peers_death_shows_although_loaders_have_processes(job: Regroups) -> None:
+    """A loader's process is a fork of its worker. Not all of four workers exchange gradients with the dead one.
+
+    The others notice the death only when their neighbours leave, so a fork must not keep the neighbours' connections.
+    """
+    plan = {"keeps_loaders": True}
+    job.begin("abcd", 1, a=plan, b={"die_at": 2}, c=plan, d=plan)
+    survivors = job.survivors()
+    wait_for(lambda: all(each.control.left == EXIT_PEER for each in survivors), 60)
+    for each in survivors:
+        for loader in psutil.Process(each.process.pid).children():
+            job.stack.callback(end, loader)
+    job.regroup(survivors)
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert job.cluster.seen() == everything
+
+
 def test_a_hook_stays(job: Regroups) -> None:
     """One that the script has registered with `model.register_comm_hook`. A peer's death shows in it, too."""
     plan = {"hooks": True}

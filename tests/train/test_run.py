@@ -266,6 +266,28 @@ def test_resuming_equals_going_on(alone: Path, kind: str, caplog: pytest.LogCapt
     assert torch.equal(weights, same)
 
 
+def test_code_after_a_loop_draws_the_same_after_a_restart(alone: Path) -> None:
+    """Also if nothing of the loop is left to do, and between two loops over epochs."""
+    data = torch.arange(5.0).reshape(5, 1)
+
+    def draws() -> list[float]:
+        run, sampler, found = spotrun.init(seed=2), spotrun.ElasticSampler(data), []  # type: ignore[arg-type]
+        model = run.ddp(nn.Linear(1, 1))
+        run.track(model=model, sampler=sampler)
+        for end in (1, 2):
+            for _ in run.epochs(end):
+                for x in run.steps(DataLoader(data, sampler=sampler)):  # type: ignore[arg-type]
+                    run.backward(model(x).mean())
+                torch.rand(run.step)
+            found.append(torch.rand(1).item())
+        settle(run)
+        return found
+
+    first = draws()
+    assert len(set(first)) == 2
+    assert draws() == first
+
+
 def test_accumulating_equals_a_larger_batch() -> None:
     data = torch.arange(23.0).reshape(23, 1)
     results = []
@@ -319,6 +341,16 @@ def test_sizes_of_steps_that_do_not_fit(options: dict[str, Any], message: str) -
 def test_a_fixed_number_of_samples_needs_an_elastic_sampler() -> None:
     with pytest.raises(MisuseError, match="give the DataLoader an ElasticSampler and a batch_size"):
         next(iter(spotrun.init().steps(DataLoader(torch.zeros(23, 1), batch_size=8), global_batch=8)))  # type: ignore[arg-type]
+
+
+def test_a_loader_whose_batches_come_in_another_order_is_refused() -> None:
+    """What a step was said to have would not be what it had, and a restart would lose and repeat samples."""
+    data = torch.zeros(23, 1)
+    loader: DataLoader[Any] = DataLoader(data, sampler=spotrun.ElasticSampler(data), in_order=False)  # type: ignore[arg-type]
+    with pytest.raises(MisuseError, match="leave out in_order=False"):
+        next(iter(spotrun.init().steps(loader)))
+    steps = spotrun.init().steps(DataLoader(data, in_order=False))  # type: ignore[arg-type]
+    assert len(list(steps)) == 23
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"global_batch": 8}])

@@ -88,6 +88,10 @@ ONE_EACH = StepSize()
 
 def step_size(loader: Any, accumulate: int, global_batch: int | None) -> StepSize:
     """The size of the steps of `run.steps` with these arguments. Raises `MisuseError` if they do not fit."""
+    if sampler_of(loader) is not None and not getattr(loader, "in_order", True):
+        raise MisuseError(
+            "run.steps(loader): leave out in_order=False: the loader's batches must come in the ElasticSampler's order"
+        )
     if global_batch is None:
         call = f"run.steps(loader, accumulate={accumulate!r})"
         if (accumulate := whole_number(accumulate, call)) <= 0:

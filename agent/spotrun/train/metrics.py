@@ -321,5 +321,5 @@ class Clock:
         self.due_at += seconds if self.due_at else 0.0
 
     def resume(self) -> None:
-        """The next step begins."""
-        self._resumed, self.due_at = time.monotonic(), 0.0
+        """The next step begins. If the one before did not count, its samples do not count either."""
+        self._resumed, self.due_at, self.samples = time.monotonic(), 0.0, 0

@@ -202,6 +202,7 @@ class Run:
             more = f"a loop continues the count of the one before. For {n} more, write run.epochs({self._ended + n})"
             raise MisuseError(f"run.epochs({n}) after run.epochs({self._ended}) has no epochs: {more}")
         if self.epoch > n:  # the script has a further loop over epochs, and was in it
+            reseed(self._state.seed, "after", n)
             return
         self._epochs, begun = n, self.epoch < n
         for epoch in range(self.epoch, n):
@@ -217,6 +218,7 @@ class Run:
             self._state.epoch, self._state.consumed = n, 0
         self._ended = n
         self._boundary.finish(begun)
+        reseed(self._state.seed, "after", n)  # after a restart, the code after the loop draws the same
 
     def steps(self, loader: Any, accumulate: int = 1, global_batch: int | None = None) -> Iterator[Any]:
         """The loader's batches on `run.device`, from the restored position on. The body's end is the step boundary.
