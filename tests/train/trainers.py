@@ -180,8 +180,8 @@ class Counting(TrainerCallback, ExportableState):
 
 
 def counting(plan: Any, out: Path) -> None:
-    """One of its callbacks counts what happens in steps that count."""
-    script = Trained(plan, out, callback=Counting())
+    """One of its callbacks counts what happens in steps that count. Each entry of its log has the time of training."""
+    script = Trained(plan, out, callback=Counting(), include_num_input_tokens_seen="all")
     script.run.train(script.trainer)
     (found,) = (each for each in script.trainer.callback_handler.callbacks if isinstance(each, Counting))
     script.save(counted=[found.begun, found.parts])

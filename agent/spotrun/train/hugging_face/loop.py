@@ -28,7 +28,7 @@ from spotrun.train.batches import Batch
 from spotrun.train.changing import Changing
 from spotrun.train.frameworks import LeaveLoop, until_it_ends
 from spotrun.train.hugging_face.dealt import Deal
-from spotrun.train.hugging_face.state import Rest
+from spotrun.train.hugging_face.state import Rest, is_summary
 from spotrun.train.parallel import share
 from spotrun.train.rng import reseed
 
@@ -226,7 +226,7 @@ class Steps(TrainerCallback):
     on_save = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if "train_runtime" in given["logs"] and isinstance(self._model, Changing):
+        if is_summary(given["logs"]) and isinstance(self._model, Changing):
             self._model.note()  # training has ended, and the best model is not loaded yet
         self._run.log(**{name: each for name, each in given["logs"].items() if isinstance(each, int | float)})
 
