@@ -85,6 +85,8 @@ class TrainingLoop:
         trainer._load_from_checkpoint = lambda *_, **__: None  # the model has its state
         trainer.args.restore_callback_states_from_checkpoint = True
         trainer.args.eval_on_start = False  # it was done
+        if self._deal is not None or hasattr(trainer.train_dataset, "__len__"):
+            trainer.args.ignore_data_skip = False  # to skip samples, it need not load them
         if self._rest.result is not None:
             self._rest.recall(path)
         return str(self._folder)
@@ -185,6 +187,8 @@ class Steps(TrainerCallback):
             self._run._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
         # The loader draws its seed, and some samplers draw an order that must be the same on all ranks.
         self._epoch += 1
+        if self._deal is not None:
+            self._deal.begin_epoch(self._epoch)
         reseed(self._run._state.seed, "epoch", self._epoch)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
