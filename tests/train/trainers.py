@@ -246,10 +246,20 @@ def tracked(plan: Any, out: Path) -> None:
     script.save()
 
 
+class Keeping(Trainer):
+    """It keeps its loader."""
+
+    own: Any = None
+
+    def get_train_dataloader(self) -> Any:
+        self.own = self.own or super().get_train_dataloader()
+        return self.own
+
+
 def keeping_loaders(plan: Any, out: Path) -> None:
     """Processes load its samples, and stay from epoch to epoch."""
     options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
-    script = Trained(plan, out, per_device_eval_batch_size=7, **options)
+    script = Trained(plan, out, Keeping, per_device_eval_batch_size=7, **options)
     script.run.train(script.trainer)
     script.save()
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
@@ -51,6 +52,9 @@ class TrainingLoop:
         trainer._inner_training_loop = self
         self._load = trainer.get_batch_samples
         trainer.get_batch_samples = self._end_step_and_load
+        self._open = trainer.get_train_dataloader
+        if deal is None:
+            trainer.get_train_dataloader = self._open_own
         self._settle_in()
 
     def __call__(self, *args: Any, **options: Any) -> TrainOutput:
@@ -95,6 +99,15 @@ class TrainingLoop:
         """Takes the place of a Trainer's `get_batch_samples`, which it calls at the beginning of a step."""
         self._steps.end()
         return self._load(*args, **options)
+
+    def _open_own(self) -> Any:
+        """Takes the place of a Trainer's `get_train_dataloader`. The Trainer may keep a loader of another rank."""
+        loader = self._open()
+        inner = getattr(loader, "base_dataloader", loader)
+        for shard in (getattr(inner, "batch_sampler", None), getattr(inner, "dataset", None)):
+            if isinstance(shard, BatchSamplerShard | IterableDatasetShard) and shard.num_processes > 1:
+                shard.process_index = self._run.rank
+        return loader
 
     def _join(self) -> None:
         """Join the next generation. Its state may be that of this process, or one that was loaded."""
