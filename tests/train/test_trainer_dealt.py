@@ -34,7 +34,10 @@ def nearly(found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("script", ["dealt", "tokens"])
 def test_the_number_of_workers_does_not_matter(tmp_path: Path, script: str) -> None:
-    """Of three workers, two only repeat samples in a part of the steps. The last step of an epoch is shorter."""
+    """Of three workers, two only repeat samples in a part of the steps. The last step of an epoch is shorter.
+
+    Some samples get noise when they are loaded.
+    """
     plan = {"script": f"trainers_dealt.{script}", "global_batch": 40}
     whole = undisturbed_final(tmp_path / "one", "a", 0, plan)
     assert whole["history"][-1]["step"] == 3 * EPOCHS
@@ -59,12 +62,30 @@ def test_fewer_workers_and_then_more(job: Regroups, tmp_path: Path, script: str,
     nearly(job.cluster.final(), undisturbed_final(tmp_path / "one", "a", 2, {**plan, "die_at": -1}))
 
 
+def test_a_training_step_of_its_own(tmp_path: Path) -> None:
+    """It knows neither of weights nor of repeated samples. An epoch that ends early begins the next one's steps."""
+    plan = {"script": "trainers_dealt.own", "global_batch": 40}
+    whole = undisturbed_final(tmp_path / "one", "a", 0, plan)
+    assert whole["history"][-1]["step"] == 3 * EPOCHS - 1
+    nearly(undisturbed_final(tmp_path / "three", "abc", 0, plan), whole)
+
+
 def test_an_order_that_follows_from_the_size_of_a_step(job: Regroups, tmp_path: Path) -> None:
     """And a loader that stays when the workers change."""
     plan = {"script": "trainers_dealt.grouped", "global_batch": 32}
     job.begin("ab", stop_at=5, a=plan, b=plan)
     job.regroup(job.members[:1], stop_at=7)
     job.regroup([*job.members, job.warm_up("c", **plan)])
+    assert job.end() == [0, 0], job.state_and_log()
+    assert all({*ids} == {*range(SAMPLES)} for ids in job.cluster.seen().values())
+    nearly(job.cluster.final(), undisturbed_final(tmp_path / "one", "a", 0, plan))
+
+
+def test_a_loader_that_stays_with_its_process(job: Regroups, tmp_path: Path) -> None:
+    """When the workers become more, it has other batches."""
+    plan = {"script": "trainers_dealt.staying", "global_batch": 32, "keeps_loaders": True}
+    job.begin("a", stop_at=5, a=plan)
+    job.regroup([*job.members, job.warm_up("b", **plan)])
     assert job.end() == [0, 0], job.state_and_log()
     assert all({*ids} == {*range(SAMPLES)} for ids in job.cluster.seen().values())
     nearly(job.cluster.final(), undisturbed_final(tmp_path / "one", "a", 0, plan))
@@ -90,6 +111,12 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
         "refused: run.train(trainer, global_batch=1.5): give a whole number",
         "refused: run.train(trainer, global_batch=32): leave out split_batches and dispatch_batches",
     ]
+    for script, message in (
+        ("silent", "global_batch needs a training_step that calls accelerator.backward(loss)"),
+        ("counting_itself", "global_batch needs a get_batch_samples that calls _get_num_items_in_batch"),
+    ):
+        assert cluster.run(["a"], script=f"trainers_dealt.{script}") == [0], cluster.log()
+        assert cluster.log().splitlines()[-1] == f"refused: run.train: {message}"
 
 
 @pytest.mark.parametrize(("total", "last", "count"), [(13, 8, 4), (13, 3, 4), (12, 5, 4), (1, 2, 3), (7, 8, 1)])
@@ -106,7 +133,7 @@ def test_the_mean_over_all_ranks_is_that_over_all_samples(total: int, last: int,
             rounds = -(-min(count, total - step * count) // world)
             for number in range(rounds):
                 (at, *_) = next(batches)
-                weights[at] += epoch.factor(step + 2 * steps, number) / rounds / world
+                weights[at] += epoch.factor(step, number) / rounds / world
         assert next(batches, None) is None
     for step in range(-(-total // count)):
         samples = [len(each) for each in whole[step * count :][:count]]

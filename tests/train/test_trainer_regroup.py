@@ -152,7 +152,7 @@ def test_a_peer_that_dies_while_it_loads_samples(tmp_path: Path, job: Regroups) 
 
 @pytest.mark.parametrize("stop_at", [5, 6])
 def test_loaders_that_stay_after_their_epoch(tmp_path: Path, job: Regroups, stop_at: int) -> None:
-    """Each worker has another rank after the change. So it evaluates other samples."""
+    """Each worker has another rank after the change. So it trains and evaluates with other samples."""
     plan = {"script": "keeping_loaders", "keeps_loaders": True}
     before = undisturbed_final(tmp_path / "before", "ab", 1, plan)
     job.begin("ab", 1, stop_at=stop_at, a=plan, b=plan)

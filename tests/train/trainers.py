@@ -180,8 +180,8 @@ class Counting(TrainerCallback, ExportableState):
 
 
 def counting(plan: Any, out: Path) -> None:
-    """One of its callbacks counts what happens in steps that count."""
-    script = Trained(plan, out, callback=Counting())
+    """One of its callbacks counts what happens in steps that count. Each entry of its log has the time of training."""
+    script = Trained(plan, out, callback=Counting(), include_num_input_tokens_seen="all")
     script.run.train(script.trainer)
     (found,) = (each for each in script.trainer.callback_handler.callbacks if isinstance(each, Counting))
     script.save(counted=[found.begun, found.parts])
@@ -246,10 +246,20 @@ def tracked(plan: Any, out: Path) -> None:
     script.save()
 
 
+class Keeping(Trainer):
+    """It keeps its loader."""
+
+    own: Any = None
+
+    def get_train_dataloader(self) -> Any:
+        self.own = self.own or super().get_train_dataloader()
+        return self.own
+
+
 def keeping_loaders(plan: Any, out: Path) -> None:
     """Processes load its samples, and stay from epoch to epoch."""
     options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
-    script = Trained(plan, out, per_device_eval_batch_size=7, **options)
+    script = Trained(plan, out, Keeping, per_device_eval_batch_size=7, **options)
     script.run.train(script.trainer)
     script.save()
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from spotrun.errors import SpotrunError
 from tests.train.scripts import SAMPLES
-from tests.train.trainers import Net, Trained
+from tests.train.trainers import Net, Samples, Trained
 
 
 def layers() -> nn.Sequential:
@@ -20,8 +20,17 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 4))
 
 
+class Noisy(Samples):
+    """Each sample gets noise when it is loaded."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        found = super().__getitem__(index)
+        return {**found, "x": found["x"] + 0.3 * torch.randn(16)}
+
+
 def dealt(plan: Any, out: Path) -> None:
     script = Trained(plan, out, gradient_accumulation_steps=1)
+    script.trainer.train_dataset = Noisy()
     script.net.layers = layers()
     script.run.train(script.trainer, global_batch=plan.global_batch)
     script.save()
@@ -48,6 +57,69 @@ def tokens(plan: Any, out: Path) -> None:
     script.save()
 
 
+class Own(Trainer):
+    """Its step is its own, with a mean loss, and without dropout. The Trainer counts the items of its batches."""
+
+    loss_is_scaled_for_ga = False
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.eval()
+        loss = model(**self._prepare_inputs(inputs))["loss"] / self.current_gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        found: torch.Tensor = loss.detach()
+        return found
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        found = model(**inputs)
+        return (found["loss"], found) if return_outputs else found["loss"]
+
+
+class Ending(TrainerCallback):
+    """Its first epoch ends early."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop = state.global_step == 2
+
+
+def own(plan: Any, out: Path) -> None:
+    script = Trained(plan, out, Own, Ending(), gradient_accumulation_steps=1)
+    script.net.layers = layers()
+    script.trainer.model_accepts_loss_kwargs = True
+    script.run.train(script.trainer, global_batch=plan.global_batch)
+    script.save()
+
+
+class Silent(Trainer):
+    """Its step does without accelerate."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss: torch.Tensor = model(**inputs)["loss"]
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+
+class CountingItself(Trainer):
+    """It counts the items of its batches, with those that it will repeat."""
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        found = [next(epoch_iterator) for _ in range(num_batches)]
+        return found, sum(len(each["labels"]) for each in found)
+
+
+def silent(plan: Any, out: Path) -> None:
+    kind = Silent if plan.script.endswith("silent") else CountingItself
+    script = Trained(plan, out, kind, gradient_accumulation_steps=1)
+    try:
+        script.run.train(script.trainer, global_batch=32)
+    except SpotrunError as error:
+        print("refused:", error, flush=True)
+
+
+counting_itself = silent
+
+
 class Grouped(Trainer):
     """Its order follows from the number of samples in a step, as with group_by_length. It keeps its loader."""
 
@@ -63,7 +135,16 @@ class Grouped(Trainer):
 
 
 def grouped(plan: Any, out: Path) -> None:
-    script = Trained(plan, out, Grouped, gradient_accumulation_steps=1)
+    """It would not skip samples when it goes on."""
+    script = Trained(plan, out, Grouped, gradient_accumulation_steps=1, ignore_data_skip=True)
+    script.net.layers = layers()
+    script.run.train(script.trainer, global_batch=plan.global_batch)
+    script.save()
+
+
+def staying(plan: Any, out: Path) -> None:
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    script = Trained(plan, out, Grouped, gradient_accumulation_steps=1, **options)
     script.net.layers = layers()
     script.run.train(script.trainer, global_batch=plan.global_batch)
     script.save()

@@ -6,7 +6,7 @@ divided evenly, a worker repeats the first one of the step, and its loss counts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -17,21 +17,25 @@ from spotrun.train.sampler import deal, taken
 class Dealt:
     """A batch sampler: this rank's batches. batch_sampler: gives the batches of all ranks, in one order on each rank.
 
-    count: batches in a step.
+    count: batches in a step. seed: called before each batch, with its number among the epoch's batches of all ranks, so
+    that its dataset and its collator draw the same random numbers, whichever rank loads it.
     """
 
-    def __init__(self, batch_sampler: Any, count: int, world: int, rank: int) -> None:
+    def __init__(
+        self, batch_sampler: Any, count: int, world: int, rank: int, seed: Callable[[int], None] = lambda _: None
+    ) -> None:
         # Here, a Trainer and accelerate look for `set_epoch`.
         self.batch_sampler, self.sampler = batch_sampler, getattr(batch_sampler, "sampler", None)
-        self._count, self._world, self._rank = count, world, rank
+        self._count, self._world, self._rank, self._seed = count, world, rank, seed
 
     def __iter__(self) -> Iterator[list[int]]:
-        whole = iter(self.batch_sampler)
+        whole, begun = iter(self.batch_sampler), 0
         while step := list(islice(whole, self._count)):
-            own = step[self._rank :: self._world]
-            yield from own
-            if len(own) < -(-len(step) // self._world):
-                yield step[0]
+            own = [*range(self._rank, len(step), self._world)]
+            for at in own if len(own) * self._world >= len(step) else [*own, 0]:
+                self._seed(begun + at)
+                yield step[at]
+            begun += len(step)
 
     def __len__(self) -> int:
         steps, rest = divmod(len(self.batch_sampler), self._count)
@@ -60,22 +64,24 @@ class Epoch:
             n = len(sampler)
         return cls(n, batch, global_batch, world, rank)
 
+    @property
+    def steps(self) -> int:
+        return max(1, -(-self.n // self.global_batch))
+
     def samples(self, step: int, number: int) -> int:
-        """How many samples this rank's batch of this number in the step has. 0: it only repeats samples."""
-        return len(self._own(step)[1][number])
+        """How many samples this rank's batch of this number in the epoch's step has. 0: it only repeats samples."""
+        return len(self._own(step)[number])
 
     def factor(self, step: int, number: int, divisor: int = 0) -> float:
-        """For the loss of this rank's batch of this number in the step. 0: the batch only repeats samples.
+        """For the loss of this rank's batch of this number in the epoch's step. 0: the batch only repeats samples.
 
         With it, the mean over all ranks is that over all samples of the step. divisor: by what the Trainer divides the
         loss; 0: by the number of batches that the rank has in the step.
         """
-        start, own = self._own(step)
-        share = len(own[number]) * self.world / taken(start, self.n, self.global_batch, 1)
+        own = self._own(step)
+        share = len(own[number]) * self.world / taken(step * self.global_batch, self.n, self.global_batch, 1)
         return share * (divisor or len(own))
 
-    def _own(self, step: int) -> tuple[int, list[range]]:
-        """Where the step begins in the epoch, and this rank's batches in it. step: in this epoch, or in the job."""
-        steps = max(1, -(-self.n // self.global_batch))
-        start = step % steps * self.global_batch
-        return start, deal(start, self.n, self.batch, self.world, self.rank, self.global_batch)
+    def _own(self, step: int) -> list[range]:
+        """This rank's batches of the step."""
+        return deal(step * self.global_batch, self.n, self.batch, self.world, self.rank, self.global_batch)

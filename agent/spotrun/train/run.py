@@ -227,10 +227,9 @@ class Run:
         accumulate: batches of each worker in one step. global_batch: instead, samples of all workers in one step, a
         multiple of the loader's batch size. With either, call the optimizer when `run.completes_step`.
         """
-        size = batches.step_size(loader, accumulate, global_batch)
+        several = (size := batches.step_size(loader, accumulate, global_batch)).several
         self._check_steps(loader)
         boundary, clock, on_cpu = self._boundary, self._clock, self.device.type == "cpu"
-        several = size.several
         clock.resume()
         with boundary.loop, boundary.snapshots.guard or nullcontext():  # later code may change the state in any way
             feed = self._feed(loader, size)
@@ -284,8 +283,7 @@ class Run:
 
     def train(self, trainer: Any, global_batch: int | None = None, **options: Any) -> Any:
         """`trainer.train(**options)` for a Trainer of Hugging Face, which goes on where it was (docs/training.md)."""
-        module = frameworks.load(trainer, "hugging_face.train", "run.train")
-        return module.train(self, trainer, options, global_batch)
+        return frameworks.load(trainer, "hugging_face.train", "run.train").train(self, trainer, options, global_batch)
 
     def fit(self, trainer: Any, *args: Any, global_batch: int | None = None, **options: Any) -> None:
         """`trainer.fit(…)` for a Trainer of PyTorch Lightning, which goes on where it was (docs/training.md)."""

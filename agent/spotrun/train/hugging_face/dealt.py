@@ -2,7 +2,10 @@
 
 The batches of a step go to the workers in turn, as with `run.steps(loader, global_batch=…)`. See `train/dealt.py`.
 
-Read in transformers 5.24: `_run_epoch`, `set_initial_training_values`, `training_step`, `compute_loss`.
+The loss is weighted where the Trainer gives it to accelerate, so a `training_step` or a `compute_loss` of a subclass
+need not know of this.
+
+Read in transformers 5.24: `_run_epoch`, `set_initial_training_values`, `training_step`, `_get_num_items_in_batch`.
 """
 
 from __future__ import annotations
@@ -17,20 +20,23 @@ from torch.utils.data import DistributedSampler
 from spotrun.errors import MisuseError
 from spotrun.train import batches
 from spotrun.train.dealt import Dealt, Epoch
+from spotrun.train.rng import reseed
+from spotrun.train.training_state import TrainingState
 
 
 class Deal:
     """Has a Trainer train with `global_batch` samples in each step, for any number of workers."""
 
-    def __init__(self, trainer: Any, global_batch: int) -> None:
-        args, loading = trainer.args, trainer.accelerator.dataloader_config
+    def __init__(self, trainer: Any, global_batch: int, state: TrainingState) -> None:
+        """state: has the seed."""
+        args, loading, data = trainer.args, trainer.accelerator.dataloader_config, trainer.train_dataset
         call = f"run.train(trainer, global_batch={global_batch!r})"
         global_batch, batch = batches.whole_number(global_batch, call), args.per_device_train_batch_size
         if global_batch <= 0 or global_batch % batch:
             raise MisuseError(f"{call}: give a multiple of per_device_train_batch_size, {batch}")
         for wrong, what in (
             (args.gradient_accumulation_steps > 1, "leave out gradient_accumulation_steps: it follows from both"),
-            (not hasattr(trainer.train_dataset, "__len__"), "the training dataset needs a length"),
+            (data is not None and not hasattr(data, "__len__"), "the training dataset needs a length"),
             (not args.average_tokens_across_devices, "leave average_tokens_across_devices=True"),
             (loading.split_batches or loading.dispatch_batches, "leave out split_batches and dispatch_batches"),
             (not loading.use_seedable_sampler, "leave use_seedable_sampler=True"),
@@ -42,16 +48,29 @@ class Deal:
         self.samples = global_batch
         self._trainer, self._batch, self._count = trainer, batch, global_batch // batch
         self._epoch: Epoch | None = None
+        self._state, self._number = state, 0  # the number of the epoch
+        self._enters, self._start = True, 0  # an epoch that the Trainer enters may have had steps; its first step
         self.number = 0  # of this rank's batch in its step
+        self._weight, self._exchanges = 1.0, False  # in `training_step`: of the batch; whether its loss was weighted
+        self._loads = self._counts = False  # whether the Trainer loads the samples of a step; has counted their items
         self._load, trainer.get_train_dataloader = trainer.get_train_dataloader, self._load_dealt
-        self._lose, trainer.compute_loss = trainer.compute_loss, self._weighted_loss
+        self._fetch, trainer.get_batch_samples = trainer.get_batch_samples, self._fetch_step
         self._tell, trainer._get_num_items_in_batch = trainer._get_num_items_in_batch, self._count_items
+        self._train, trainer.training_step = trainer.training_step, self._weighted_step
+        self._backward, trainer.accelerator.backward = trainer.accelerator.backward, self._weighted_backward
 
     def settle_in(self, rank: int, world: int) -> None:
         """This worker's rank, and the number of workers, are known or have changed."""
         batches.warn_of_idle(self.size, self._batch, world)
         self._rank, self._world = rank, world
         self._trainer.args.gradient_accumulation_steps = -(-self._count // world)
+
+    def begin_epoch(self, number: int) -> None:
+        """A callback may have ended the one before it early. So the Trainer's count of steps does not say the place."""
+        self._number, self._start = number, self._trainer.state.global_step
+        if self._enters and self._epoch is not None:
+            self._start -= self._start % self._epoch.steps
+        self._enters = False
 
     def begin_batch(self, number: int) -> int:
         """This batch of the step begins: its number among the batches of all ranks."""
@@ -60,9 +79,9 @@ class Deal:
 
     def _load_dealt(self) -> Any:
         args = self._trainer.args
-        own, args.gradient_accumulation_steps = args.gradient_accumulation_steps, self._count
+        rounds, args.gradient_accumulation_steps = args.gradient_accumulation_steps, self._count
         loader = self._load()  # with group_by_length, the order follows from the batches in a step: here, of all ranks
-        args.gradient_accumulation_steps = own
+        args.gradient_accumulation_steps = rounds
         inner = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper only asks this one
         sampler = getattr(inner, "batch_sampler", None)
         if isinstance(sampler, BatchSamplerShard | Dealt):  # a Trainer may keep its loader
@@ -73,30 +92,56 @@ class Deal:
             raise MisuseError("run.train: global_batch needs a DataLoader without a DistributedSampler")
         if (size := getattr(sampler, "batch_size", None) or self._batch) != self._batch:
             raise MisuseError(f"run.train: the DataLoader has batch_size={size}, and the Trainer {self._batch}")
-        vars(inner)["batch_sampler"] = Dealt(sampler, self._count, self._world, self._rank)  # it forbids `=`
-        self._epoch = Epoch.of(sampler, self._batch, self.samples, self._world, self._rank)
+        own = Dealt(sampler, self._count, self._world, self._rank, self._seed_batch)
+        vars(inner)["batch_sampler"] = own  # it forbids `=`
+        vars(inner)["_iterator"] = None  # with persistent workers, this one would go on with other batches
+        self._epoch, self._enters = Epoch.of(sampler, self._batch, self.samples, self._world, self._rank), True
         return loader
 
-    def _factor(self, number: int) -> float:
-        return 1.0 if self._epoch is None else self._epoch.factor(self._trainer.state.global_step, number)
+    def _seed_batch(self, number: int) -> None:
+        reseed(self._state.seed, "batch", self._number, number)
 
-    def _weighted_loss(self, *args: Any, **options: Any) -> Any:
-        """Takes the place of a Trainer's `compute_loss`."""
-        found = self._lose(*args, **options)
-        if not self._trainer.model.training:
-            return found
-        factor = self._factor(self.number)
-        if factor and options.get("num_items_in_batch") is not None:
-            return found  # it is divided by the number of items of all ranks
-        return (found[0] * factor, *found[1:]) if isinstance(found, tuple) else found * factor
+    def _factor(self, number: int) -> float:
+        return 1.0 if self._epoch is None else self._epoch.factor(self._trainer.state.global_step - self._start, number)
+
+    def _weighted_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Takes the place of a Trainer's `training_step`."""
+        trainer, self._exchanges = self._trainer, False
+        by_items = trainer.loss_is_scaled_for_ga
+        if by_items is None:
+            by_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        self._weight = weight = self._factor(self.number)
+        if weight and by_items and num_items_in_batch is not None:
+            self._weight = weight = 1.0  # the loss is divided by the number of items of all ranks
+        loss = self._train(model, inputs, num_items_in_batch)
+        self._weight = 1.0
+        if not self._exchanges:
+            raise MisuseError("run.train: global_batch needs a training_step that calls accelerator.backward(loss)")
+        return loss * weight
+
+    def _weighted_backward(self, loss: Any, *args: Any, **options: Any) -> None:
+        """Takes the place of accelerate's `backward`."""
+        self._exchanges = True
+        self._backward(loss * self._weight, *args, **options)
+
+    def _fetch_step(self, *args: Any, **options: Any) -> Any:
+        """Takes the place of a Trainer's `get_batch_samples`."""
+        self._loads, self._counts = True, False
+        try:
+            samples, items = self._fetch(*args, **options)
+        finally:
+            self._loads = False
+        if items is not None and not self._counts:
+            raise MisuseError("run.train: global_batch needs a get_batch_samples that calls _get_num_items_in_batch")
+        return samples, items
 
     def _count_items(self, samples: list[Any], *args: Any, **options: Any) -> Any:
         """Takes the place of a Trainer's `_get_num_items_in_batch`: repeated samples do not count."""
-        counted = [
-            each if self._factor(number) or not isinstance(each, Mapping) else _without_labels(each)
-            for number, each in enumerate(samples)
-        ]
-        return self._tell(counted, *args, **options)
+        self._counts = True
+        if self._loads:
+            counted = [each for number, each in enumerate(samples) if self._factor(number)]
+            samples = counted or [_without_labels(each) if isinstance(each, Mapping) else each for each in samples]
+        return self._tell(samples, *args, **options)
 
 
 def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:

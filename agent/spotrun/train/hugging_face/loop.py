@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
@@ -28,7 +29,7 @@ from spotrun.train.batches import Batch
 from spotrun.train.changing import Changing
 from spotrun.train.frameworks import LeaveLoop, until_it_ends
 from spotrun.train.hugging_face.dealt import Deal
-from spotrun.train.hugging_face.state import Rest
+from spotrun.train.hugging_face.state import Rest, is_summary
 from spotrun.train.parallel import share
 from spotrun.train.rng import reseed
 
@@ -51,6 +52,9 @@ class TrainingLoop:
         trainer._inner_training_loop = self
         self._load = trainer.get_batch_samples
         trainer.get_batch_samples = self._end_step_and_load
+        self._open = trainer.get_train_dataloader
+        if deal is None:
+            trainer.get_train_dataloader = self._open_own
         self._settle_in()
 
     def __call__(self, *args: Any, **options: Any) -> TrainOutput:
@@ -85,6 +89,8 @@ class TrainingLoop:
         trainer._load_from_checkpoint = lambda *_, **__: None  # the model has its state
         trainer.args.restore_callback_states_from_checkpoint = True
         trainer.args.eval_on_start = False  # it was done
+        if self._deal is not None or hasattr(trainer.train_dataset, "__len__"):
+            trainer.args.ignore_data_skip = False  # to skip samples, it need not load them
         if self._rest.result is not None:
             self._rest.recall(path)
         return str(self._folder)
@@ -93,6 +99,15 @@ class TrainingLoop:
         """Takes the place of a Trainer's `get_batch_samples`, which it calls at the beginning of a step."""
         self._steps.end()
         return self._load(*args, **options)
+
+    def _open_own(self) -> Any:
+        """Takes the place of a Trainer's `get_train_dataloader`. The Trainer may keep a loader of another rank."""
+        loader = self._open()
+        inner = getattr(loader, "base_dataloader", loader)
+        for shard in (getattr(inner, "batch_sampler", None), getattr(inner, "dataset", None)):
+            if isinstance(shard, BatchSamplerShard | IterableDatasetShard) and shard.num_processes > 1:
+                shard.process_index = self._run.rank
+        return loader
 
     def _join(self) -> None:
         """Join the next generation. Its state may be that of this process, or one that was loaded."""
@@ -185,6 +200,8 @@ class Steps(TrainerCallback):
             self._run._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
         # The loader draws its seed, and some samplers draw an order that must be the same on all ranks.
         self._epoch += 1
+        if self._deal is not None:
+            self._deal.begin_epoch(self._epoch)
         reseed(self._run._state.seed, "epoch", self._epoch)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -226,7 +243,7 @@ class Steps(TrainerCallback):
     on_save = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if "train_runtime" in given["logs"] and isinstance(self._model, Changing):
+        if is_summary(given["logs"]) and isinstance(self._model, Changing):
             self._model.note()  # training has ended, and the best model is not loaded yet
         self._run.log(**{name: each for name, each in given["logs"].items() if isinstance(each, int | float)})
 

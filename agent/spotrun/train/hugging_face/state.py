@@ -109,7 +109,7 @@ class Rest:
         if history is not self._history or len(history) < len(self._lines):
             self._history, self._lines = history, []
         for each in history[len(self._lines) :]:
-            kept = {} if "train_runtime" in each else {k: v for k, v in each.items() if not k.endswith(_TIMES)}
+            kept = {} if is_summary(each) else {k: v for k, v in each.items() if not k.endswith(_TIMES)}
             self._lines.append(json.dumps(kept, default=_plain))
         return "\n".join(self._lines)
 
@@ -153,6 +153,14 @@ class Rest:
         trainer = self._trainer
         found = {"scheduler": trainer.lr_scheduler, "scaler": trainer.accelerator.scaler}
         return {name: part for name, part in found.items() if part is not None}
+
+
+def is_summary(entry: dict[str, Any]) -> bool:
+    """Whether this entry of a Trainer's log is the one at the end of training.
+
+    With `include_num_input_tokens_seen`, each entry has the time of training.
+    """
+    return {"train_runtime", "train_loss"} <= entry.keys()
 
 
 def _plain(value: Any) -> Any:

@@ -47,7 +47,7 @@ def train(run: Run, trainer: Any, options: dict[str, Any], global_batch: int | N
     _check(run, trainer, options)
     if global_batch is None:
         refuse_elastic(run, "run.train", "write run.train(trainer, global_batch=…), or ")
-    deal = None if global_batch is None else Deal(trainer, global_batch)
+    deal = None if global_batch is None else Deal(trainer, global_batch, run._state)
     whole, rest = _prepare(run, trainer), Rest(trainer, deal)
     model = whole if all(each.requires_grad for each in trainer.model.parameters()) else Changing(trainer.model)
     boundary = run._boundary
