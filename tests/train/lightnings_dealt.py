@@ -60,8 +60,8 @@ class Scheduled(Plain):
 
 
 def weighted(plan: Any, out: Path) -> None:
-    """The sampler is the script's own, and draws. The loader has workers."""
-    script = Dealt(plan, out, val_check_interval=0.5, max_epochs=EPOCHS)
+    """The sampler is the script's own, and draws. The loader stays, and has workers, which stay, too."""
+    script = Dealt(plan, out, val_check_interval=0.5, max_epochs=EPOCHS, use_distributed_sampler=False)
     script.net = Scheduled(script)
     own = torch.Generator().manual_seed(3)
     weights = WeightedRandomSampler([1 + number % 3 for number in range(SAMPLES)], SAMPLES, generator=own)

@@ -170,8 +170,10 @@ def with_beginning(loader: Any, deal: Deal | None = None) -> Any:
         raise MisuseError("run.fit does not support an IterableDataset for training")
     name = _sampler_name(loader)
     whole = getattr(loader, name)
-    own = whole.whole if isinstance(whole, Remaining) else whole
-    vars(loader)[name] = Remaining(own if deal is None else deal.wrap(loader, own))  # it forbids the plain assignment
+    left = whole if isinstance(whole, Remaining) else Remaining(whole)  # workers that persist ask the first one
+    if deal is not None:
+        left.whole = deal.wrap(loader, left.whole)
+    vars(loader)[name] = left  # a DataLoader forbids the plain assignment
     return loader
 
 
