@@ -170,7 +170,7 @@ def with_beginning(loader: Any, deal: Deal | None = None) -> Any:
         raise MisuseError("run.fit does not support an IterableDataset for training")
     name = _sampler_name(loader)
     whole = getattr(loader, name)
-    left = whole if isinstance(whole, Remaining) else Remaining(whole)  # workers that persist ask the first one
+    left = whole if isinstance(whole, Remaining) else Remaining(whole)
     if deal is not None:
         left.whole = deal.wrap(loader, left.whole)
     vars(loader)[name] = left  # a DataLoader forbids the plain assignment
