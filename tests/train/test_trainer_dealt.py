@@ -105,7 +105,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     assert cluster.run(["a"], script="trainers_dealt.refused") == [0], cluster.log()
     assert [line for line in cluster.log().splitlines() if line.startswith("refused: ")] == [
-        "refused: run.train(trainer, global_batch=32): leave out gradient_accumulation_steps: it follows from both",
+        "refused: run.train(trainer, global_batch=32): leave out gradient_accumulation_steps: global_batch sets it",
         "refused: run.train(trainer, global_batch=12): give a multiple of per_device_train_batch_size, 8",
         "refused: run.train(trainer, global_batch=0): give a multiple of per_device_train_batch_size, 8",
         "refused: run.train(trainer, global_batch=1.5): give a whole number",

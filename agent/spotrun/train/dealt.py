@@ -15,7 +15,7 @@ from spotrun.train.sampler import deal, taken
 
 
 class Dealt:
-    """A batch sampler: this rank's batches. batch_sampler: gives the batches of all ranks, in one order on each rank.
+    """A batch sampler: gives this rank's batches. batch_sampler: gives those of all ranks, in one order everywhere.
 
     count: batches in a step. seed: called before each batch, with its number among the epoch's batches of all ranks, so
     that its dataset and its collator draw the same random numbers, whichever rank loads it.
@@ -73,10 +73,10 @@ class Epoch:
         return len(self._own(step)[number])
 
     def factor(self, step: int, number: int, divisor: int = 0) -> float:
-        """For the loss of this rank's batch of this number in the epoch's step. 0: the batch only repeats samples.
+        """By what to multiply the loss of this rank's batch of this number in the epoch's step.
 
-        With it, the mean over all ranks is that over all samples of the step. divisor: by what the Trainer divides the
-        loss; 0: by the number of batches that the rank has in the step.
+        Then the mean over all ranks is that over all samples of the step. 0: the batch only repeats samples.
+        divisor: by what the Trainer divides the loss; 0: by the number of batches that the rank has in the step.
         """
         own = self._own(step)
         share = len(own[number]) * self.world / taken(step * self.global_batch, self.n, self.global_batch, 1)

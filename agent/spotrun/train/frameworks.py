@@ -70,8 +70,8 @@ def refuse_elastic(run: Run, call: str, instead: str = "") -> None:
     """Raise `MisuseError` if the number of workers may change. call: the script's. instead: what it can write."""
     if run._membership is not None and run._membership.context.elastic:
         raise MisuseError(
-            f"{call}: a Trainer counts its steps by the number of workers, so it must not change: {instead}give nodes "
-            "one number in the job file, such as nodes: 2"
+            f"{call}: a Trainer counts its steps by the number of workers, so this number must not change: {instead}"
+            "give nodes one number in the job file, such as nodes: 2"
         )
 
 

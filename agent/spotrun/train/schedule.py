@@ -104,9 +104,10 @@ class Snapshots:
         self.guard = CopyGuard(copier, stage, self._state.optimizers) if stage is not None else None
 
     def lay_out_ahead(self, context: Context, control: Control, made: Sequence[torch.optim.Optimizer]) -> None:
-        """Before this worker's first generation: lay out the slots in a thread, so that it does not disturb steps.
+        """Before this worker's first generation: lay out the slots in a thread, so that this does not disturb steps.
 
-        made: the optimizers that have all of their state. Without it, it is not known how large a slot must be.
+        made: the optimizers whose state is new, and complete. If one has no state yet, nothing is laid out: how large a
+        slot must be is not known.
         """
         whole = all(each.state or any(each is other for other in made) for each in self._state.optimizers)
         if self._local_rank == 0 and whole:

@@ -118,7 +118,7 @@ class Writer(Copier):
                 self._slots.lay_out(target, layout(tensors))
 
     def lay_out_ahead(self, state: Callable[[Encoder], Any]) -> None:
-        """`prepare` both slots in a thread, unless one has a snapshot. Only an urgent snapshot waits for this."""
+        """Lay out both slots in a thread, but none that has a snapshot. Only an urgent snapshot waits for this."""
         encoder = Encoder()
         state(encoder)
         self._ahead = self._pool.submit(self._slots.lay_out_empty, layout(encoder.tensors))

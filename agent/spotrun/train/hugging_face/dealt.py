@@ -35,7 +35,7 @@ class Deal:
         if global_batch <= 0 or global_batch % batch:
             raise MisuseError(f"{call}: give a multiple of per_device_train_batch_size, {batch}")
         for wrong, what in (
-            (args.gradient_accumulation_steps > 1, "leave out gradient_accumulation_steps: it follows from both"),
+            (args.gradient_accumulation_steps > 1, "leave out gradient_accumulation_steps: global_batch sets it"),
             (data is not None and not hasattr(data, "__len__"), "the training dataset needs a length"),
             (not args.average_tokens_across_devices, "leave average_tokens_across_devices=True"),
             (loading.split_batches or loading.dispatch_batches, "leave out split_batches and dispatch_batches"),
@@ -51,7 +51,7 @@ class Deal:
         self._state, self._number = state, 0  # the number of the epoch
         self._enters, self._start = True, 0  # an epoch that the Trainer enters may have had steps; its first step
         self.number = 0  # of this rank's batch in its step
-        self._weight, self._exchanges = 1.0, False  # in `training_step`: of the batch; whether its loss was weighted
+        self._weight, self._is_weighted = 1.0, False  # of the batch in `training_step`; whether its loss has it
         self._loads = self._counts = False  # whether the Trainer loads the samples of a step; has counted their items
         self._load, trainer.get_train_dataloader = trainer.get_train_dataloader, self._load_dealt
         self._fetch, trainer.get_batch_samples = trainer.get_batch_samples, self._fetch_step
@@ -60,20 +60,20 @@ class Deal:
         self._backward, trainer.accelerator.backward = trainer.accelerator.backward, self._weighted_backward
 
     def settle_in(self, rank: int, world: int) -> None:
-        """This worker's rank, and the number of workers, are known or have changed."""
+        """Use this rank, and this number of workers, from now on."""
         batches.warn_of_idle(self.size, self._batch, world)
         self._rank, self._world = rank, world
         self._trainer.args.gradient_accumulation_steps = -(-self._count // world)
 
     def begin_epoch(self, number: int) -> None:
-        """A callback may have ended the one before it early. So the Trainer's count of steps does not say the place."""
+        """Note the first step of this epoch. The Trainer's count does not say it: a callback may end an epoch early."""
         self._number, self._start = number, self._trainer.state.global_step
         if self._enters and self._epoch is not None:
             self._start -= self._start % self._epoch.steps
         self._enters = False
 
     def begin_batch(self, number: int) -> int:
-        """This batch of the step begins: its number among the batches of all ranks."""
+        """This rank's batch of this number in the step begins. Returns its number among the batches of all ranks."""
         self.number = number
         return number * self._world + self._rank
 
@@ -106,7 +106,7 @@ class Deal:
 
     def _weighted_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Takes the place of a Trainer's `training_step`."""
-        trainer, self._exchanges = self._trainer, False
+        trainer, self._is_weighted = self._trainer, False
         by_items = trainer.loss_is_scaled_for_ga
         if by_items is None:
             by_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
@@ -115,13 +115,13 @@ class Deal:
             self._weight = weight = 1.0  # the loss is divided by the number of items of all ranks
         loss = self._train(model, inputs, num_items_in_batch)
         self._weight = 1.0
-        if not self._exchanges:
+        if not self._is_weighted:
             raise MisuseError("run.train: global_batch needs a training_step that calls accelerator.backward(loss)")
         return loss * weight
 
     def _weighted_backward(self, loss: Any, *args: Any, **options: Any) -> None:
         """Takes the place of accelerate's `backward`."""
-        self._exchanges = True
+        self._is_weighted = True
         self._backward(loss * self._weight, *args, **options)
 
     def _fetch_step(self, *args: Any, **options: Any) -> Any:
