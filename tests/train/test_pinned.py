@@ -62,6 +62,20 @@ def test_no_copy_leaves_its_chunk(size: int, at: int, length: int, chunk: int) -
     assert driver.locked == {}
 
 
+def test_memory_that_another_thread_locks_meanwhile() -> None:
+    """Slots that are laid out ahead are locked while the training thread copies into another slot."""
+    driver = Driver()
+    pins = PinnedMemory(driver.register, driver.unregister, 100)
+    pins.add(4096, 200)
+
+    class Address(int):
+        def __ge__(self, other: int) -> bool:
+            pins.add(8192, 100)
+            return False
+
+    assert pins.pieces(Address(4096), 100) == [range(100)]
+
+
 def test_memory_that_cannot_be_locked_is_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver(room=250)
     pins = PinnedMemory(driver.register, driver.unregister, 100)
