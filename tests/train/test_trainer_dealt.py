@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from spotrun.train.dealt import Dealt, Epoch
+from spotrun.train.hugging_face.dealt import Deal
 from tests.train.generations import Cluster, flatten
 from tests.train.regroups import Regroups, release, undisturbed_final
 from tests.train.scripts import SAMPLES
@@ -139,3 +141,23 @@ def test_the_mean_over_all_ranks_is_that_over_all_samples(total: int, last: int,
         samples = [len(each) for each in whole[step * count :][:count]]
         found = weights[step * count :][:count].tolist()
         assert found == pytest.approx([each / sum(samples) for each in samples])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_compute_loss_func_whose_items_are_not_counted(world: int) -> None:
+    """The Trainer does not divide its loss by the number of the worker's batches (transformers 5.24)."""
+    losses = []
+    for rank in range(world):
+        deal, given = Deal.__new__(Deal), list[torch.Tensor]()
+        deal._trainer = SimpleNamespace(
+            loss_is_scaled_for_ga=None,
+            model_accepts_loss_kwargs=False,
+            compute_loss_func=print,
+            state=SimpleNamespace(global_step=0),
+        )
+        deal._start, deal._epoch, deal._backward = 0, Epoch(32, 8, 32, world, rank), given.append
+        deal._train = lambda *_, deal=deal: [torch.ones(()), deal._weighted_backward(torch.ones(()))][0]
+        for deal.number in range(4 // world):
+            deal._weighted_step(None, None, None)
+        losses.append(sum(given) / world)
+    assert sum(losses) == 1

@@ -101,16 +101,19 @@ class Deal:
     def _seed_batch(self, number: int) -> None:
         reseed(self._state.seed, "batch", self._number, number)
 
-    def _factor(self, number: int) -> float:
-        return 1.0 if self._epoch is None else self._epoch.factor(self._trainer.state.global_step - self._start, number)
+    def _factor(self, number: int, divisor: int = 0) -> float:
+        """See `Epoch.factor`."""
+        step = self._trainer.state.global_step - self._start
+        return 1.0 if self._epoch is None else self._epoch.factor(step, number, divisor)
 
     def _weighted_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Takes the place of a Trainer's `training_step`."""
         trainer, self._is_weighted = self._trainer, False
-        by_items = trainer.loss_is_scaled_for_ga
+        by_items, own = trainer.loss_is_scaled_for_ga, trainer.compute_loss_func is not None
+        whole = by_items is None and own  # then the Trainer does not divide the loss, also if no items are counted
         if by_items is None:
-            by_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        self._weight = weight = self._factor(self.number)
+            by_items = trainer.model_accepts_loss_kwargs or own
+        self._weight = weight = self._factor(self.number, divisor=int(whole))
         if weight and by_items and num_items_in_batch is not None:
             self._weight = weight = 1.0  # the loss is divided by the number of items of all ranks
         loss = self._train(model, inputs, num_items_in_batch)
