@@ -77,6 +77,14 @@ def test_a_restart_with_another_number_of_workers(tmp_path: Path) -> None:
     nearly(cluster.final(), wanted)
 
 
+@pytest.mark.parametrize(("before", "now"), [(32, 16), (32, None), (None, 32)])
+def test_a_restart_with_another_size_of_steps(tmp_path: Path, before: int | None, now: int | None) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.run(["a"], stop_at=3, script="lightnings_dealt.dealt", global_batch=before)
+    assert cluster.run(["a"], script="lightnings_dealt.dealt", global_batch=now) == [1]
+    assert f"the saved state is of global_batch={before}, and this script has global_batch={now}" in cluster.log()
+
+
 def test_a_restart_changes_no_bit(tmp_path: Path) -> None:
     options: dict[str, Any] = {"script": "lightnings_dealt.dealt", "global_batch": 32}
     wanted = undisturbed_final(tmp_path / "whole", "ab", 0, options)

@@ -75,10 +75,18 @@ def refuse_elastic(run: Run, call: str, instead: str = "") -> None:
         )
 
 
-def check_workers(saved: int, call: str) -> None:
-    """Raise `SpotrunError` if the saved state is of another number of workers than there are now."""
+def check_size(saved: int, before: int | None, now: int | None, call: str) -> None:
+    """Raise `SpotrunError` if a Trainer with the saved state would count other steps.
+
+    saved: the number of workers that the state is of. before, now: the `global_batch` of the state, and of the script.
+    """
+    if before != now:
+        raise MisuseError(
+            f"{call}: the saved state is of global_batch={before}, and this script has global_batch={now}: submit a "
+            "changed script as a new job"
+        )
     workers = rank_and_world()[1]
-    if saved != workers:  # a machine with other GPUs may be why
+    if now is None and saved != workers:  # a machine with other GPUs may be why
         raise SpotrunError(
             f"{call}: the saved state is of {saved} workers, and there are {workers} now. A Trainer counts its steps "
             "by them: go on with as many, or submit a new job"

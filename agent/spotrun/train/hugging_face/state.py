@@ -13,9 +13,9 @@ from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
-from spotrun.errors import MisuseError, SpotrunError
+from spotrun.errors import SpotrunError
 from spotrun.train.distributed import rank_and_world
-from spotrun.train.frameworks import check_workers
+from spotrun.train.frameworks import check_size
 from spotrun.train.hugging_face.dealt import Deal
 
 # In a Trainer's state, what differs between ranks: the times in its log, and the rank's place, which it sets itself.
@@ -120,14 +120,8 @@ class Rest:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Keep it for `give`. Raises `SpotrunError` if the Trainer would not go on with the same steps."""
-        before, now = saved.get("plan", {}).get("global_batch"), self._deal and self._deal.samples
-        if before != now:
-            raise MisuseError(
-                f"run.train: the saved state is of global_batch={before}, and this script has global_batch={now}: "
-                "submit a changed script as a new job"
-            )
-        if now is None:
-            check_workers(saved["workers"], "run.train")
+        now = None if self._deal is None else self._deal.samples
+        check_size(saved["workers"], saved.get("plan", {}).get("global_batch"), now, "run.train")
         self.saved = saved
         self.result = TrainOutput(**saved["result"]) if "result" in saved else None
 

@@ -31,9 +31,7 @@ def fit(run: Run, trainer: Any, args: tuple[Any, ...], options: dict[str, Any], 
     deal = None if global_batch is None else Deal(trainer, global_batch)
     boundary = run._boundary
     boundary.loop.enters_again = True
-    boundary.loop.renews_samplers = (
-        deal is not None
-    )  # the set-up may have Lightning make one, for any number of workers
+    boundary.loop.renews_samplers = deal is not None  # if the set-up has Lightning make one, it fits all workers
     with boundary.exit_if_a_peer_fails:
         connector = trainer._accelerator_connector
         connector.strategy = Workers(run, trainer.strategy, connector._layer_sync, deal)

@@ -58,7 +58,7 @@ class TrainingLoop:
 
     def __init__(self, run: Run, trainer: Any, deal: Deal | None) -> None:
         self._run, self._trainer, self._deal = run, trainer, deal
-        self._rest = Rest(trainer, elastic=deal is not None)
+        self._rest = Rest(trainer, None if deal is None else deal.samples)
         self._steps = Steps(run, trainer, self._rest, deal)
         trainer.callbacks.insert(0, self._steps)
         self._again = False  # whether the loops must begin in the middle of an epoch

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from spotrun.errors import MisuseError
 from spotrun.train.distributed import rank_and_world
-from spotrun.train.frameworks import check_workers
+from spotrun.train.frameworks import check_size
 from spotrun.train.lightning.package import pl, results
 from spotrun.train.rng import derive
 
@@ -27,13 +27,13 @@ class Rest:
     """What a Lightning Trainer has besides its model and its optimizer, as an object for `run.track`.
 
     kept: its state after the newest step that counts, or the state that was loaded. It has no loops if training has
-    not begun. ended: whether training has ended. elastic: whether the number of workers may change.
+    not begun. ended: whether training has ended. global_batch: samples of a step; None: the number of workers is fixed.
     """
 
     changes_with_optimizer = True  # and what changes before, `give` puts back
 
-    def __init__(self, trainer: Any, elastic: bool) -> None:
-        self._trainer, self._elastic = trainer, elastic
+    def __init__(self, trainer: Any, global_batch: int | None) -> None:
+        self._trainer, self._global_batch = trainer, global_batch
         self._means = Means(trainer)
         self._validated: dict[int, int] = {}
         self._parameters: list[torch.nn.Parameter] = []
@@ -51,9 +51,8 @@ class Rest:
         return self.kept
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Keep it for `give`. Raises `SpotrunError` if it is of another number of workers."""
-        if not self._elastic:
-            check_workers(saved["workers"], "run.fit")
+        """Keep it for `give`. Raises `SpotrunError` if the Trainer would not go on with the same steps."""
+        check_size(saved["workers"], saved.get("global_batch"), self._global_batch, "run.fit")
         self.kept = saved
 
     def note(self, ended: bool) -> None:
@@ -64,6 +63,7 @@ class Rest:
         states = {each.state_key: each.state_dict() for each in trainer.callbacks}
         self.kept = {
             "workers": rank_and_world()[1],
+            "global_batch": self._global_batch,
             "batches": trainer.accumulate_grad_batches,  # of a worker in a step
             "ended": ended,
             "loops": _counts(loops),
