@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from spotrun.train.dealt import Dealt, Epoch
+from spotrun.train.rng import reseed
 from tests.train.generations import Cluster, flatten
 from tests.train.regroups import Regroups, release, undisturbed_final
 from tests.train.scripts import SAMPLES
@@ -139,3 +143,29 @@ def test_the_mean_over_all_ranks_is_that_over_all_samples(total: int, last: int,
         samples = [len(each) for each in whole[step * count :][:count]]
         found = weights[step * count :][:count].tolist()
         assert found == pytest.approx([each / sum(samples) for each in samples])
+
+
+class Late:
+    """A batch sampler that draws when it is asked for a batch."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(len(self)):
+            yield [random.getrandbits(32), int(numpy.random.randint(2**31)), int(torch.randint(2**31, ()))]
+
+    def __len__(self) -> int:
+        return 7
+
+
+def test_a_sampler_that_draws_late_gives_all_ranks_one_order() -> None:
+    """The batches have seeds of their own, and draw, too."""
+    reseed("an epoch")
+    wanted = list(Late())
+    for rank in range(2):
+        reseed("an epoch")
+        drawn = {}
+        for batch in Dealt(Late(), 2, 2, rank, lambda at: reseed("batch", at)):
+            drawn[wanted.index(batch)] = random.random(), float(numpy.random.rand()), float(torch.rand(()))
+        assert [*drawn] == ([0, 2, 4, 6], [1, 3, 5, 6])[rank]  # the last one is repeated
+        for at, numbers in drawn.items():
+            reseed("batch", at)
+            assert numbers == (random.random(), float(numpy.random.rand()), float(torch.rand(())))
