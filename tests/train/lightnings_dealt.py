@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +93,13 @@ class Batches:
             yield from filter(None, (part[:BATCH], part[BATCH:]))
 
 
+class Endless:
+    """A sampler without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
 class Stops(pl.Callback):
     """Training shall stop. It says so when the last step of the third epoch begins."""
 
@@ -126,6 +134,9 @@ def refused(plan: Any, out: Path) -> None:
         script = Fitted(plan, out, **{"accumulate_grad_batches": 1, **options})
         refuse(script, None, size)
     refuse(Dealt(plan, out), DataLoader(Numbered(), BATCH, sampler=DistributedSampler(Numbered(), 2, 0)), 32)
+    own = {"use_distributed_sampler": False}
+    refuse(Dealt(plan, out, **own), DataLoader(Numbered(), batch_sampler=[[1, 2], [3]]), 32)
+    refuse(Dealt(plan, out, **own), DataLoader(Numbered(), BATCH, sampler=Endless()), 32)  # type: ignore[arg-type]
 
 
 def refuse(script: Fitted, train: Any, size: Any) -> None:

@@ -103,5 +103,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
             "32): val_check_interval=5 counts steps, and an epoch has only 4: give a smaller number, or "
             "check_val_every_n_epoch",
             "32): leave out the DistributedSampler: Lightning makes what is needed",
+            "32): list, the batch_sampler, needs a batch_size",
+            "32): Endless, the sampler, needs a length",
         )
     ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from spotrun.errors import MisuseError
 from spotrun.train import batches
@@ -57,6 +57,8 @@ class Deal:
         if loader.batch_sampler is None or not batch:
             what = "the DataLoader" if loader.batch_sampler is None else f"{type(sampler).__name__}, the batch_sampler,"
             raise MisuseError(f"{self._call}: {what} needs a batch_size")
+        if not hasattr(inner, "__len__") and isinstance(sampler, BatchSampler):
+            raise MisuseError(f"{self._call}: {type(inner).__name__}, the sampler, needs a length")
         if self.samples % batch:
             raise MisuseError(f"{self._call}: give a multiple of the DataLoader's batch_size, {batch}")
         if isinstance(inner, DistributedSampler) and inner.num_replicas != 1:
