@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
@@ -72,6 +76,48 @@ def weighted(plan: Any, out: Path) -> None:
     script.save(validations=script.net.validations)
 
 
+class Batches:
+    """Draws two batches at a time: from an order that its own generator gives, with the global one."""
+
+    def __init__(self) -> None:
+        self.batch_size, self.generator = BATCH, torch.Generator().manual_seed(3)
+
+    def __len__(self) -> int:
+        return -(-SAMPLES // BATCH)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(SAMPLES, generator=self.generator).tolist()
+        for start in range(0, SAMPLES, 2 * BATCH):
+            part = order[start : start + 2 * BATCH]
+            random.shuffle(part)
+            yield from filter(None, (part[:BATCH], part[BATCH:]))
+
+
+class Endless:
+    """A sampler without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+class Stops(pl.Callback):
+    """Training shall stop. It says so when the last step of the third epoch begins."""
+
+    def __init__(self, global_batch: int) -> None:
+        self._last = EPOCHS * -(-SAMPLES // global_batch) - 1
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step == self._last
+
+
+def batched(plan: Any, out: Path) -> None:
+    """The batches are the script's own, and so is the end of training."""
+    own: dict[str, Any] = {"use_distributed_sampler": False, "max_epochs": EPOCHS + 1}
+    script = Dealt(plan, out, callbacks=[Stops(plan.global_batch)], **own)
+    script.fit(DataLoader(Numbered(), batch_sampler=Batches()), global_batch=plan.global_batch)
+    script.save(validations=script.net.validations)
+
+
 def refused(plan: Any, out: Path) -> None:
     """What does not fit."""
     for size, options in (
@@ -79,13 +125,19 @@ def refused(plan: Any, out: Path) -> None:
         (1.5, {}),
         (32, {"accumulate_grad_batches": 2}),
         (32, {"limit_train_batches": 3}),
+        (32, {"limit_train_batches": 1}),
         (32, {"overfit_batches": 2}),
         (32, {"check_val_every_n_epoch": None}),
         (12, {}),
+        (32, {"val_check_interval": 5}),
     ):
         script = Fitted(plan, out, **{"accumulate_grad_batches": 1, **options})
         refuse(script, None, size)
-    refuse(Dealt(plan, out), DataLoader(Numbered(), BATCH, sampler=DistributedSampler(Numbered(), 2, 0)), 32)
+    for world in (1, 2):  # a job may begin with one worker
+        refuse(Dealt(plan, out), DataLoader(Numbered(), BATCH, sampler=DistributedSampler(Numbered(), world, 0)), 32)
+    own = {"use_distributed_sampler": False}
+    refuse(Dealt(plan, out, **own), DataLoader(Numbered(), batch_sampler=[[1, 2], [3]]), 32)
+    refuse(Dealt(plan, out, **own), DataLoader(Numbered(), BATCH, sampler=Endless()), 32)  # type: ignore[arg-type]
 
 
 def refuse(script: Fitted, train: Any, size: Any) -> None:

@@ -27,7 +27,7 @@ def nearly(found: Any, wanted: Any) -> None:
         assert (one["last_epoch"], one["_last_lr"]) == (other["last_epoch"], pytest.approx(other["_last_lr"]))
 
 
-@pytest.mark.parametrize("script", ["dealt", "weighted"])
+@pytest.mark.parametrize("script", ["dealt", "weighted", "batched"])
 def test_the_number_of_workers_does_not_matter(tmp_path: Path, script: str) -> None:
     """Of three workers, two only repeat samples in a part of the steps. The last step of an epoch is shorter."""
     plan = {"script": f"lightnings_dealt.{script}", "global_batch": 40, "keeps_loaders": script == "weighted"}
@@ -38,7 +38,7 @@ def test_the_number_of_workers_does_not_matter(tmp_path: Path, script: str) -> N
 
 
 @pytest.mark.parametrize("options", [{}, EXACT], ids=["on the CPU", "exact on a GPU"])
-@pytest.mark.parametrize("script", ["dealt", "weighted"])
+@pytest.mark.parametrize("script", ["dealt", "weighted", "batched"])
 def test_fewer_workers_and_then_more(job: Regroups, tmp_path: Path, script: str, options: dict[str, Any]) -> None:
     """In the middle of an epoch, without a restart."""
     plan = {
@@ -104,9 +104,15 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
             "1.5): give a whole number",
             "32): leave out accumulate_grad_batches: it follows from global_batch",
             "32): leave out limit_train_batches and fast_dev_run",
+            "32): leave out limit_train_batches and fast_dev_run",
             "32): leave out overfit_batches",
             "32): leave out check_val_every_n_epoch=None",
             "12): give a multiple of the DataLoader's batch_size, 8",
+            "32): val_check_interval=5 counts steps, and an epoch has only 4: give a smaller number, or "
+            "check_val_every_n_epoch",
             "32): leave out the DistributedSampler: Lightning makes what is needed",
+            "32): leave out the DistributedSampler: Lightning makes what is needed",
+            "32): list, the batch_sampler, needs a batch_size",
+            "32): Endless, the sampler, needs a length",
         )
     ]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from spotrun.train.dealt import Dealt, Epoch
 from spotrun.train.hugging_face.dealt import Deal
+from spotrun.train.rng import reseed
 from tests.train.generations import Cluster, flatten
 from tests.train.regroups import Regroups, release, undisturbed_final
 from tests.train.scripts import SAMPLES
@@ -161,3 +165,29 @@ def test_a_compute_loss_func_whose_items_are_not_counted(world: int) -> None:
             deal._weighted_step(None, None, None)
         losses.append(sum(given) / world)
     assert sum(losses) == 1
+
+
+class Late:
+    """A batch sampler that draws when it is asked for a batch."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(len(self)):
+            yield [random.getrandbits(32), int(numpy.random.randint(2**31)), int(torch.randint(2**31, ()))]
+
+    def __len__(self) -> int:
+        return 7
+
+
+def test_a_sampler_that_draws_late_gives_all_ranks_one_order() -> None:
+    """The batches have seeds of their own, and draw, too."""
+    reseed("an epoch")
+    wanted = list(Late())
+    for rank in range(2):
+        reseed("an epoch")
+        drawn = {}
+        for batch in Dealt(Late(), 2, 2, rank, lambda at: reseed("batch", at)):
+            drawn[wanted.index(batch)] = random.random(), float(numpy.random.rand()), float(torch.rand(()))
+        assert [*drawn] == ([0, 2, 4, 6], [1, 3, 5, 6])[rank]  # the last one is repeated
+        for at, numbers in drawn.items():
+            reseed("batch", at)
+            assert numbers == (random.random(), float(numpy.random.rand()), float(torch.rand(())))

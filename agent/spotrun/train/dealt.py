@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from spotrun.train.rng import Apart
 from spotrun.train.sampler import deal, taken
 
 
@@ -29,13 +30,18 @@ class Dealt:
         self._count, self._world, self._rank, self._seed = count, world, rank, seed
 
     def __iter__(self) -> Iterator[list[int]]:
-        whole, begun = iter(self.batch_sampler), 0
-        while step := list(islice(whole, self._count)):
+        whole, begun, apart = iter(self.batch_sampler), 0, Apart()
+        while step := self._draw(whole, apart):
             own = [*range(self._rank, len(step), self._world)]
             for at in own if len(own) * self._world >= len(step) else [*own, 0]:
                 self._seed(begun + at)
                 yield step[at]
             begun += len(step)
+
+    def _draw(self, whole: Iterator[list[int]], apart: Apart) -> list[list[int]]:
+        """The batches of a step. A sampler may draw now, and must draw the same on each rank."""
+        with apart.drawing():
+            return list(islice(whole, self._count))
 
     def __len__(self) -> int:
         steps, rest = divmod(len(self.batch_sampler), self._count)

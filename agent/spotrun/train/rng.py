@@ -14,7 +14,8 @@ import ctypes
 import functools
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy
@@ -99,6 +100,37 @@ def seed_all(seeds: Seeds) -> None:
     _seed_torch(value)
     if _has_cuda():
         torch.cuda.manual_seed_all(value)
+
+
+class Apart:
+    """Random numbers that are drawn between batches, such as a sampler's: what seeds the batches does not change them.
+
+    They go on from those of the first time.
+    """
+
+    def __init__(self) -> None:
+        self._states: tuple[Any, ...] | None = None
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        before = _states()
+        if self._states is not None:
+            _set_states(self._states)
+        yield
+        first, self._states = self._states is None, _states()
+        if not first:
+            _set_states(before)
+
+
+def _states() -> tuple[Any, ...]:
+    return _PYTHON.getstate(), _NUMPY.get_state(legacy=False), torch.default_generator.get_state()
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    of_python, of_numpy, of_torch = states
+    _PYTHON.setstate(of_python)
+    _NUMPY.set_state(of_numpy)
+    torch.default_generator.set_state(of_torch)
 
 
 def _seed_numpy(value: int, state: bytes) -> None:

@@ -120,7 +120,11 @@ class TrainingLoop:
     def advance(self, fetcher: Any) -> None:
         """A batch begins."""
         self._steps.begin()
-        self._advance(fetcher)
+        try:
+            self._advance(fetcher)
+        finally:
+            if self._deal is not None:
+                self._deal.stop_later()
 
     def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """What the Trainer logs is in the job's metrics, too."""

@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from spotrun.errors import MisuseError
+from spotrun.train.dealt import Dealt
 from spotrun.train.distributed import rank_and_world
 from spotrun.train.lightning.dealt import Deal
 from spotrun.train.lightning.package import environments, pl
@@ -79,7 +80,7 @@ class Workers(pl.strategies.DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         rank, world = rank_and_world()
         if self._deal is not None and self._trains():
-            rank, world = 0, 1  # the batches of one order are dealt
+            rank, world, self._deal.own_sampler = 0, 1, False  # the batches of one order are dealt
         return {"num_replicas": world, "rank": rank}
 
     def set_world_ranks(self) -> None:
@@ -186,9 +187,12 @@ def begin_at(combined: Any, done: int) -> None:
 
 def generators(loader: Any) -> list[torch.Generator]:
     """Those that the script gave to this loader or to its sampler, which Lightning may have wrapped."""
-    sampler = getattr(loader, "sampler", None)
+    sampler, whole = getattr(loader, "sampler", None), loader.batch_sampler
     inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
-    found = [getattr(each, "generator", None) for each in (loader, sampler, loader.batch_sampler, inner)]
+    while isinstance(whole, Remaining | Dealt):
+        whole = whole.whole if isinstance(whole, Remaining) else whole.batch_sampler
+    places = (loader, sampler, whole, getattr(whole, "sampler", None), inner)
+    found = [getattr(each, "generator", None) for each in places]
     return [each for each in dict.fromkeys(found) if isinstance(each, torch.Generator)]
 
 
@@ -214,4 +218,6 @@ class Remaining:
         return len(self.whole)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["whole"], name)
+        if name == "whole":  # while a copy is made
+            raise AttributeError(name)
+        return getattr(self.whole, name)
