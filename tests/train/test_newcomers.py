@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spotrun.state import exit_note, slots
+from spotrun.state import exit_note
 from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER
 from tests.helpers import wait_for
 from tests.train.generations import flatten
@@ -48,22 +48,6 @@ def test_layers_that_are_frozen_again(tmp_path: Path, job: Regroups, die_at: int
     assert job.end() == [0, 0, 0], job.cluster.log()
     for rank in range(3):
         assert flatten(job.cluster.final(rank)) == flatten(before)
-
-
-def test_a_newcomer_lays_out_its_slots_before_it_joins(tmp_path: Path, job: Regroups) -> None:
-    """The pages of new memory take time, in which its first steps would be slow."""
-    before = undisturbed_final(tmp_path / "before", "ab", 1, {})
-    job.begin("ab", 1, b={"die_at": 3})
-    newcomer, survivors = job.warm_up("c", 1), job.survivors()
-    size = slots.data_path(job.cluster.slots("a"), 0).stat().st_size
-    paths = [slots.data_path(job.cluster.slots("c"), slot) for slot in slots.SLOTS]
-    wait_for(lambda: [each.stat().st_size for each in paths if each.exists()] == [size, size], 60)
-    files = [each.stat() for each in paths]
-    assert not slots.newest(job.cluster.slots("c"), "job")
-    job.regroup([*survivors, newcomer])
-    assert job.end() == [0, 0], job.cluster.log()
-    assert flatten(job.cluster.final()) == flatten(before)
-    assert [each.stat().st_ino for each in paths] == [each.st_ino for each in files]
 
 
 def test_a_shared_buffer_of_another_size_needs_a_restart(job: Regroups) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +18,7 @@ from spotrun.train import pinned, snapshot
 from spotrun.train.pinned import PinnedMemory
 from spotrun.train.snapshot import Writer
 from spotrun.train.staging import Copy, Staging
-from tests.helpers import wait_for
-from tests.train.blocks import block, encoding
+from tests.train.blocks import block
 from tests.train.late import Late
 
 
@@ -60,20 +58,6 @@ def test_no_copy_leaves_its_chunk(size: int, at: int, length: int, chunk: int) -
             assert (at + piece.start) // chunk == (at + piece.stop - 1) // chunk
     pins.remove(4096)
     assert driver.locked == {}
-
-
-def test_memory_that_another_thread_locks_meanwhile() -> None:
-    """Slots that are laid out ahead are locked while the training thread copies into another slot."""
-    driver = Driver()
-    pins = PinnedMemory(driver.register, driver.unregister, 100)
-    pins.add(4096, 200)
-
-    class Address(int):
-        def __ge__(self, other: int) -> bool:
-            pins.add(8192, 100)
-            return False
-
-    assert pins.pieces(Address(4096), 100) == [range(100)]
 
 
 def test_memory_that_cannot_be_locked_is_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -200,57 +184,6 @@ def test_room_for_the_optimizer_is_made_after_the_first_step(tmp_path: Path) -> 
     writer.settle()
     here = threading.current_thread()
     assert [thread is here for thread in stage.threads] == [True, False, False]
-
-
-def test_slots_that_are_laid_out_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the first snapshot nor the second one of a generation lays out anything, and no snapshot is lost."""
-    monkeypatch.setattr(snapshot, "EAGER", 1000)
-    stage, state = Locking(), {"x": torch.ones(100), "momentum": torch.ones(300)}
-    writer = Writer(tmp_path, "job", 0, block(), stage=stage)
-    writer.lay_out_ahead(encoding(state))
-    wait_for(lambda: len(stage.threads) == 2)
-    writer.begin(7, None)
-    for step in (11, 12):
-        assert writer.take(step, encoding(state), set(), wait=False)
-        writer.settle()
-    assert [record.order for _, record in slots.newest(tmp_path, "job")] == [(7, 12), (7, 11)]
-    assert len(stage.threads) == 2
-    assert threading.current_thread() not in stage.threads
-    older = tmp_path / "older"
-    Writer(older, "job", 1, block()).take(3, encoding(state), set(), wait=True)
-    wait_for(lambda: bool(slots.newest(older, "job")))
-    stage = Locking()
-    Writer(older, "job", 0, block(), stage=stage).lay_out_ahead(encoding({"x": torch.ones(5)}))
-    wait_for(lambda: len(stage.threads) == 1)
-    assert [record.order for _, record in slots.newest(older, "job")] == [(1, 3)], "its slot keeps what it has"
-
-
-def test_only_an_urgent_snapshot_waits_for_slots_that_are_laid_out_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot, "PATIENCE", 0.0)  # for a slot that is being read
-    comes, goes_on = threading.Event(), threading.Event()
-
-    class Slow(Locking):
-        def pin(self, memory: torch.Tensor) -> None:
-            comes.set()
-            assert goes_on.wait(60)
-            super().pin(memory)
-
-    stage, state = Slow(), encoding({"x": torch.ones(100)})
-    writer = Writer(tmp_path, "job", 0, block(), stage=stage)
-    writer.lay_out_ahead(state)
-    assert comes.wait(60)
-    writer.begin(1, None)
-    writer.settle()  # as a loader does that begins
-    assert not writer.take(1, state, set(), wait=False)
-    with ThreadPoolExecutor(1) as beside:
-        urgent = beside.submit(writer.take, 2, state, set(), True)
-        assert not wait([urgent], 0.5).done, "it waits for the slots"
-        goes_on.set()
-        assert urgent.result(60)
-    writer.settle()
-    assert [record.order for _, record in slots.newest(tmp_path, "job")] == [(1, 2)]
 
 
 @pytest.mark.gpu

@@ -100,7 +100,7 @@ class Boundary:
             if self._noted is None and self._context.exact:
                 log.warning("exact: true does not help this script: after a death, the newest snapshot counts")
         if self._context.warm_up:
-            return self._enter(self._context, control)
+            return self._enter(control)
         with self.exit_if_a_peer_fails:
             found = self._find(self._context)
             if found is not None:
@@ -237,7 +237,7 @@ class Boundary:
         what = f"step {self._state.step}: another worker is gone"
         failures.end(self._context, self._control, self._rank, what, error)
 
-    def _enter(self, context: Context, control: Control) -> None:
+    def _enter(self, control: Control) -> None:
         """Join the first generation of this worker, which has warmed up."""
         if not control.able:
             assert self._membership is not None
@@ -247,7 +247,6 @@ class Boundary:
         if control.able == NEEDS_RELEASE:  # the end of an NCCL group waits for the node's other workers
             leave_together(self._device, self._group, TOGETHER)
         self._allocated = first_use.prepare(self._device, self._models, self._state.optimizers)
-        self.snapshots.lay_out_ahead(context, control, self._allocated)
         self.regroup()
 
     def see_collective(self, name: str, values: Iterable[Any]) -> None:

@@ -63,8 +63,7 @@ class PinnedMemory:
 
     def pieces(self, address: int, size: int) -> list[range]:
         """Cut `size` bytes at `address` into ranges within one chunk each: one CUDA copy cannot span two chunks."""
-        regions = list(self._regions.items())  # a thread may add one
-        found = (base for base, (chunks, _) in regions if base <= address < chunks.stop)
+        found = (base for base, (chunks, _) in self._regions.items() if base <= address < chunks.stop)
         base = next(found, None)
         if base is None or size == 0:
             return [range(size)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from spotrun.train.metrics import Clock
 from spotrun.train.parallel import Parallel
 from spotrun.train.sections import Place, Section, Sections, equal_tensors
 from spotrun.train.snapshot import EAGER, PATIENCE, Writer
-from spotrun.train.staging import Stage, stage_for
+from spotrun.train.staging import stage_for
 from spotrun.train.training_state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -71,7 +70,6 @@ class Snapshots:
         self.guard: CopyGuard | None = None
         self._state, self._device, self._local_rank, self._models = state, device, local_rank, models
         self._clock, self._trouble = clock, trouble
-        self._ahead: Writer | None = None  # see `lay_out_ahead`
         self._fixed = 0  # steps from one snapshot to the next; 0: adaptive
         self._control: Control | None = None
         self._newest = 0  # step of the newest snapshot
@@ -80,13 +78,15 @@ class Snapshots:
 
     def prepare(self, context: Context, control: Control, new: bool) -> None:
         """new: no state was restored. After a restore others may wait: a large slot is laid out during the steps."""
-        workers, stage = [Control(Path(path)) for path in context.controls], self._stage
+        stage, folder = stage_for(self._device), Path(context.slots)
+        workers = [Control(Path(path)) for path in context.controls]
         self._fixed, self._control = context.snapshot_interval, control
         copier: Writer | Section
         if self._local_rank == 0:
             sections = Sections(control, workers[1:]) if len(workers) > 1 else None
-            copier = self.writer = writer = self._ahead or self._new_writer(context, control)
-            writer.begin(context.generation, sections)
+            copier = self.writer = writer = Writer(
+                folder, context.job, context.generation, control, stage, self._trouble, sections, self._equal
+            )
             # With a limit: on a GPU, the copy may be queued behind a collective whose peer is gone.
             failures.before_leaving(lambda: writer.settle(max(PATIENCE, 2 * writer.progress.expected)))
             encoder = Encoder()
@@ -96,23 +96,12 @@ class Snapshots:
         elif len(workers) > 1:
             place = (self._local_rank, len(workers))
             copier = self.section = section = Section(
-                Path(context.slots), place, control, workers[0], self._state.encode, self._equal, stage, self._trouble
+                folder, place, control, workers[0], self._state.encode, self._equal, stage, self._trouble
             )
             failures.before_leaving(lambda: section.settle(PATIENCE))
         else:
             return
         self.guard = CopyGuard(copier, stage, self._state.optimizers) if stage is not None else None
-
-    def lay_out_ahead(self, context: Context, control: Control, made: Sequence[torch.optim.Optimizer]) -> None:
-        """Before this worker's first generation: lay out the slots in a thread, so that this does not disturb steps.
-
-        made: the optimizers whose state is new, and complete. If one has no state yet, nothing is laid out: how large a
-        slot must be is not known.
-        """
-        whole = all(each.state or any(each is other for other in made) for each in self._state.optimizers)
-        if self._local_rank == 0 and whole:
-            self._ahead = self._new_writer(context, control)
-            self._ahead.lay_out_ahead(self._state.encode)
 
     def begin(self, snapshot_soon: bool) -> None:
         """A generation begins.
@@ -202,14 +191,6 @@ class Snapshots:
             self.writer.renew(generation)
         elif self.section is not None:
             self.section.renew()
-
-    @cached_property
-    def _stage(self) -> Stage | None:
-        return stage_for(self._device)
-
-    def _new_writer(self, context: Context, control: Control) -> Writer:
-        folder, generation = Path(context.slots), context.generation
-        return Writer(folder, context.job, generation, control, self._stage, self._trouble, equal=self._equal)
 
     def _equal(self) -> set[Place]:
         return equal_tensors(self._models, self._state.optimizers)

@@ -6,7 +6,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,6 @@ import torch
 from spotrun.errors import CorruptError, SpotrunError
 from spotrun.state import shards, slots
 from spotrun.train.encoding import DTYPES, TORCH
-from spotrun.train.staging import Stage
 
 SMALL = 4096  # bytes of a tensor that is not worth sharing
 _POPULATE = 32 << 20  # bytes in one call that fills a map with pages: no other thread can map memory meanwhile
@@ -77,60 +76,6 @@ class SlotFile:
         start, stop = min(starts, default=0) // mmap.PAGESIZE * mmap.PAGESIZE, max(stops, default=0)
         _populate(self.mapped, start, stop)
         return self.flat[start:stop]
-
-
-class MappedSlots:
-    """A node's slot files, as far as its writer has mapped them.
-
-    stage: locks the maps, so that a device copies into them; None: there is no device. forgotten: called with a slot
-    before its map is closed.
-    """
-
-    def __init__(self, folder: Path, stage: Stage | None, forgotten: Callable[[int], None]) -> None:
-        self._folder, self._stage, self._forgotten = folder, stage, forgotten
-        self._files: dict[int, SlotFile] = {}
-
-    def __getitem__(self, slot: int) -> SlotFile:
-        return self._files[slot]
-
-    def find(self, slot: int) -> SlotFile | None:
-        """The slot's file; None: it is not mapped, or another file has its name now."""
-        file, path = self._files.get(slot), slots.data_path(self._folder, slot)
-        return file if file is not None and path.exists() and path.stat().st_ino == file.inode else None
-
-    def fits(self, slot: int, entries: Entries) -> bool:
-        """Whether the slot has this layout."""
-        return slot in self._files and self._files[slot].entries == entries
-
-    def lay_out(self, slot: int, entries: Entries) -> None:
-        """Map the slot's file with room for these tensors, unless it has this layout. Needs the slot's lock."""
-        if self.fits(slot, entries):
-            return
-        slots.revoke(self._folder, slot)
-        self.forget(slot)
-        self._files[slot] = new = SlotFile.create(slots.data_path(self._folder, slot), entries)
-        if self._stage is not None:
-            self._stage.pin(new.flat)
-
-    def lay_out_empty(self, entries: Entries) -> None:
-        """`lay_out` each slot that is free and has no snapshot."""
-        for slot in slots.SLOTS:
-            with slots.writing(self._folder, slot) as free:
-                if free and slots.read(self._folder, slot) is None:
-                    self.lay_out(slot, entries)
-
-    def forget(self, slot: int) -> None:
-        """Close the slot's map, if there is one."""
-        self._forgotten(slot)
-        old = self._files.pop(slot, None)
-        if self._stage is not None and old is not None:
-            self._stage.unpin(old.flat)
-
-    def forget_replaced(self) -> None:
-        """`forget` each slot whose name another file has now."""
-        for slot in list(self._files):
-            if self.find(slot) is None:
-                self.forget(slot)
 
 
 class Reader:

@@ -10,8 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from concurrent import futures
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,7 @@ from spotrun.train.copier import Copier
 from spotrun.train.encoding import Encoder
 from spotrun.train.progress import Progress
 from spotrun.train.sections import Place, Plan, Sections
-from spotrun.train.slot_files import Entries, MappedSlots, SlotFile, layout
+from spotrun.train.slot_files import Entries, SlotFile, layout
 from spotrun.train.staging import Copying, Stage
 
 log = logging.getLogger(__name__)
@@ -85,7 +83,7 @@ class Writer(Copier):
         self._trouble, self._sections, self._equal = trouble, sections, equal
         self._folder, self._job, self._generation = folder, job, generation
         folder.mkdir(parents=True, exist_ok=True)
-        self._slots = MappedSlots(folder, stage, self._forgotten)
+        self._slots: dict[int, SlotFile] = {}
         self._plans: dict[int, Plan] = {}  # by slot: how its snapshots are shared
         self._shared: _Shared | None = None  # announced, and not begun
         found = slots.newest(folder, job)
@@ -98,7 +96,6 @@ class Writer(Copier):
         self.written = (NONE, NONE)  # (generation, step) of the newest snapshot that this writer has committed
         self.progress = Progress(control)
         self.shares = sections is not None  # whether the node has other workers, which may copy a part
-        self._ahead: Future[None] | None = None  # see `lay_out_ahead`
 
     def stall(self) -> float | None:
         """See `Copier`. Includes the delay of the node's other workers."""
@@ -115,18 +112,7 @@ class Writer(Copier):
         target = 1 - self._newest
         with slots.writing(self._folder, target) as free:
             if free:
-                self._slots.lay_out(target, layout(tensors))
-
-    def lay_out_ahead(self, state: Callable[[Encoder], Any]) -> None:
-        """Lay out both slots in a thread, but none that has a snapshot. Only an urgent snapshot waits for this."""
-        encoder = Encoder()
-        state(encoder)
-        self._ahead = self._pool.submit(self._slots.lay_out_empty, layout(encoder.tensors))
-
-    def begin(self, generation: int, sections: Sections | None) -> None:
-        """Write for this worker's first generation, in which the node's other workers have these sections."""
-        self._sections, self.shares = sections, sections is not None
-        self.renew(generation)
+                self._lay_out(target, layout(tensors))
 
     def renew(self, generation: int) -> None:
         """Write for another generation from now on. Nothing may be under way."""
@@ -135,11 +121,14 @@ class Writer(Copier):
         self._newest = found[0][0] if found else 1
         self._steps = {slot: record.step for slot, record in found}
         self._committed = dict.fromkeys(slots.SLOTS, (-math.inf, 0))
-        self._slots.forget_replaced()
+        for slot in list(self._slots):
+            if self.mapped(slot) is None:  # a state came from another node
+                self._forget(slot)
 
     def mapped(self, slot: int) -> SlotFile | None:
         """The slot's file as this process has mapped it; None: it has not, or the file has been replaced."""
-        return self._slots.find(slot)
+        file, path = self._slots.get(slot), slots.data_path(self._folder, slot)
+        return file if file is not None and path.exists() and path.stat().st_ino == file.inode else None
 
     def make_room(self, state: Callable[[Encoder], Any]) -> None:
         """`prepare` beside training. Call it when the first step has made the optimizer's state."""
@@ -189,8 +178,6 @@ class Writer(Copier):
         if shared is None:
             if self._busy and not wait:
                 return False
-            if self._ahead is not None and wait:
-                futures.wait([self._ahead])
             self.settle()
             self._collect()
         held = ExitStack() if shared is None else shared.held
@@ -230,10 +217,10 @@ class Writer(Copier):
         together = together and plan == self._plans.get(target)
         if not together and not self._fence_off(held, target, plan, wait):
             return False
-        if plan.entries and plan.entries[-1].stop > EAGER and not wait and not self._slots.fits(target, plan.entries):
+        if plan.entries and plan.entries[-1].stop > EAGER and not wait and not self._fits(target, plan.entries):
             self._running = self._pool.submit(self._make_room, held.pop_all(), target, plan.entries)
             return False
-        self._slots.lay_out(target, plan.entries)
+        self._lay_out(target, plan.entries)
         laid_out = time.monotonic()
         self.progress.begin(step, len(self._slots[target].mapped))
         slots.revoke(self._folder, target)
@@ -258,7 +245,7 @@ class Writer(Copier):
             return True
         self._sections.withdraw()
         began = time.monotonic()
-        while self._slots.fits(target, plan.entries):
+        while self._fits(target, plan.entries):
             with ExitStack() as lock:
                 if lock.enter_context(slots.filling(self._folder, target, alone=True)):
                     held.push(lock.pop_all())
@@ -266,7 +253,7 @@ class Writer(Copier):
             if not wait:
                 return False
             if time.monotonic() - began > FALL_BACK:
-                self._slots.forget(target)
+                self._forget(target)
             time.sleep(0.001)
         return True
 
@@ -332,12 +319,12 @@ class Writer(Copier):
             self.newest_step, self.written = step, record.order
             self.progress.committed(step)
         other = 1 - target
-        if self._slots.fits(other, snapshot.entries):
+        if self._fits(other, snapshot.entries):
             return
         # Lay out the other slot in the same way, while training goes on.
         with ExitStack() as lock:
             if not self._reserved(other) and lock.enter_context(slots.writing(self._folder, other)):
-                self._slots.lay_out(other, snapshot.entries)
+                self._lay_out(other, snapshot.entries)
 
     def _land(self, held: ExitStack, snapshot: _Snapshot) -> bool:
         """Wait until all of the snapshot is in the slot. False: a part of it cannot be used, so it is dropped."""
@@ -379,12 +366,29 @@ class Writer(Copier):
             if free:
                 slots.revoke(self._folder, slot)
 
+    def _fits(self, slot: int, entries: Entries) -> bool:
+        """Whether the slot has this layout."""
+        return slot in self._slots and self._slots[slot].entries == entries
+
     def _make_room(self, held: ExitStack, target: int, entries: Entries) -> None:
         with held:
-            self._slots.lay_out(target, entries)
+            self._lay_out(target, entries)
 
-    def _forgotten(self, slot: int) -> None:
-        """No other worker may use the slot until it is laid out again."""
+    def _lay_out(self, slot: int, entries: Entries) -> None:
+        """Map the slot's file with room for these tensors, unless it has this layout. Needs the slot's lock."""
+        if self._fits(slot, entries):
+            return
+        slots.revoke(self._folder, slot)
+        self._forget(slot)
+        self._slots[slot] = new = SlotFile.create(slots.data_path(self._folder, slot), entries)
+        if self._stage is not None:
+            self._stage.pin(new.flat)
+
+    def _forget(self, slot: int) -> None:
+        """Close the slot's map. No other worker may use the slot until it is laid out again."""
         self._plans.pop(slot, None)
         if self._sections is not None:
             self._sections.say_layout(slot, NONE)
+        old = self._slots.pop(slot, None)
+        if self._stage is not None and old is not None:
+            self._stage.unpin(old.flat)
