@@ -102,7 +102,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
         for each in (
             "0): give a number above 0",
             "1.5): give a whole number",
-            "32): leave out accumulate_grad_batches: it follows from global_batch",
+            "32): leave out accumulate_grad_batches: global_batch sets it",
             "32): leave out limit_train_batches and fast_dev_run",
             "32): leave out limit_train_batches and fast_dev_run",
             "32): leave out overfit_batches",

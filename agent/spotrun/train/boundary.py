@@ -361,13 +361,13 @@ class Boundary:
         control.begun = control.copied = control.committed = step if kept else NONE
         self.snapshots.begin(snapshot_soon=not kept and found is not None and found.tensors is None)
         if self._noted is not None:
-            self._noted.begin(self._state.step, self.clock.step_seconds, inside=self.loop.inside)
+            self._noted.begin(step, self.clock.step_seconds, inside=self.loop.inside)
         self.clock.begin()
         control.restored = time.time()
-        control.base = control.step = self._state.step
+        control.base = control.step = step
         assert self._context is not None
-        of = (self._context.job, self._context.generation, self._rank, step, self._state.epoch)
-        self.metrics.begin(Header(*of), is_substitute(self._rank, self._local_rank, len(self._context.controls)))
+        begun = Header(self._context.job, self._context.generation, self._rank, step, self._state.epoch)
+        self.metrics.begin(begun, is_substitute(self._rank, self._local_rank, len(self._context.controls)))
 
     def _trouble(self) -> str:
         """Why the snapshot that was just copied must not be committed; empty: it may be."""

@@ -113,6 +113,7 @@ class Apart:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
+        """What the body draws goes on from what the body before has drawn. The batches' numbers stay as they were."""
         before = _states()
         if self._states is not None:
             _set_states(self._states)

@@ -29,7 +29,7 @@ class Deal:
         self.samples = batches.whole_number(global_batch, self._call)
         for wrong, what in (
             (self.samples <= 0, "give a number above 0"),
-            (trainer.accumulate_grad_batches != 1, "leave out accumulate_grad_batches: it follows from global_batch"),
+            (trainer.accumulate_grad_batches != 1, "leave out accumulate_grad_batches: global_batch sets it"),
             (trainer.overfit_batches != 0.0, "leave out overfit_batches"),
             (
                 trainer.limit_train_batches != 1.0 or isinstance(trainer.limit_train_batches, int),  # 1: one batch
@@ -83,7 +83,8 @@ class Deal:
             )
 
     def begin_epoch(self) -> None:
-        """Have the Trainer count steps, not batches, to find out when to validate."""
+        """Have the Trainer count steps, not batches, to find out when to validate. Called in mid-epoch, too."""
+        self._stops = False  # that was in a step that does not count
         trainer, each = self._trainer, self._trainer.accumulate_grad_batches
         steps = trainer.val_check_interval
         if isinstance(steps, float):  # a part of an epoch
@@ -99,7 +100,7 @@ class Deal:
             trainer.val_check_batch = ready if full else ready + 1
 
     def stop_later(self) -> None:
-        """A batch has ended. If training shall stop, its step ends first: else, some of its samples would be lost."""
+        """A batch has ended. If training must stop, its step ends first, so that no sample is lost."""
         trainer = self._trainer
         self._stops, trainer.should_stop = self._stops or trainer.should_stop, False
         if not trainer.fit_loop.epoch_loop._should_accumulate():
@@ -107,7 +108,6 @@ class Deal:
 
     def recount(self, each: int) -> None:
         """A state is loaded that was noted between two steps, when a step had `each` batches of a worker."""
-        self._stops = False
         progress, now = self._trainer.fit_loop.epoch_loop.batch_progress.current, self._trainer.accumulate_grad_batches
         for name, count in vars(progress).items():
             setattr(progress, name, count // each * now)
