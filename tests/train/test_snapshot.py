@@ -9,6 +9,7 @@ import mmap
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -421,6 +422,59 @@ def test_training_goes_on_while_a_slot_is_filled_with_pages(memory: Path) -> Non
             time.sleep(0)  # gives the lock away, as most of training's calls do
             turns += 1
     assert turns > 5 * (size >> 25)
+
+
+@pytest.mark.parametrize("hurries_at", [0, 3, 1 << 20], ids=["at once", "midway", "never"])
+def test_a_slot_is_laid_out_with_time_that_nobody_needs(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, hurries_at: int
+) -> None:
+    """Otherwise the first steps after a newcomer has joined take twice as long. All pages are filled in any case."""
+    fill, hurry, size = slot_files._fill, threading.Event(), (8 << 20) + 5000
+    places, priorities = [], []
+
+    def note(address: int, size: int) -> None:
+        fill(address, size)
+        places.append((address, size))
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        if len(places) >= hurries_at:
+            hurry.set()
+
+    if hurries_at == 0:
+        hurry.set()
+    monkeypatch.setattr(slot_files, "_fill", note)
+    slot_files.map_file(memory / "slot", size, hurry)
+    assert sum(each for _, each in places) == size
+    assert all(address + size == after for (address, size), (after, _) in itertools.pairwise(places))
+    aside = min(hurries_at, len(places))
+    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert priorities == [19] * aside + [usual] * (len(places) - aside)
+    assert usual < 19
+
+
+def test_who_waits_for_a_slot_does_not_wait_for_other_programs(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop must not wait for a thread that gets no processor."""
+    fill, begun, goes_on = slot_files._fill, threading.Event(), threading.Event()
+    aside = []
+
+    def note(address: int, size: int) -> None:
+        aside.append(threading.current_thread().name == "slot-pages")
+        begun.set()
+        assert goes_on.wait(60)
+        fill(address, size)
+
+    writer = Writer(memory, "job", 1, block())
+    tensors = [torch.ones(4 << 20)]
+    monkeypatch.setattr(slot_files, "_fill", note)
+    writer.make_room(encoding(tensors))
+    assert begun.wait(60)
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(writer.take, 1, encoding(tensors), set(), wait=True)
+        assert writer._hurry.wait(60)
+        goes_on.set()
+        assert taken.result(60)
+    writer.settle()
+    assert aside[:17] == [True] + [False] * 16  # 1 MB, then the rest
+    assert slots.newest(memory, "job")[0][1].step == 1
 
 
 def snapshot_for_ever(folder: str) -> None:

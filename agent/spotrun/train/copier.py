@@ -7,9 +7,12 @@ others are copied before training goes on.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import ParamSpec
 
 import torch
 
@@ -17,6 +20,8 @@ from spotrun.state.control import Control
 from spotrun.train.staging import Copying, DelayedCopy, Stage
 
 log = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
 
 
 @dataclass
@@ -39,6 +44,7 @@ class Copier:
         self._torn: frozenset[str] = frozenset()  # tensors that changed too early: training waits for their copies
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._running: Future[None] | None = None
+        self._hurry = threading.Event()  # something waits for the work in the thread
         self._stalls = deque([_Stall(0.0, None)], maxlen=3)  # the first few snapshots are taken at any cost
         self.known: float | None = None  # what `stall` returns; None: call it
 
@@ -75,8 +81,14 @@ class Copier:
 
     def settle(self, timeout: float | None = None) -> None:
         """Wait until the work in the thread is done. Raises its error, or `TimeoutError`."""
+        self._hurry.set()
         if self._running is not None:
             self._running.result(timeout)
+
+    def _do(self, work: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """Have the thread do this work. It may take its time until `settle` is called."""
+        self._hurry.clear()
+        self._running = self._pool.submit(work, *args, **kwargs)
 
     @property
     def _busy(self) -> bool:

@@ -247,7 +247,7 @@ class Section(Copier):
             self._copying = copying = self._copy(own, mapped.file.views, beside())
             self._count(time.monotonic() - began, 0.0, copying)
             if copying is not None:
-                self._running = self._pool.submit(self._land, held.pop_all(), step, copying)
+                self._do(self._land, held.pop_all(), step, copying)
                 return True
         self._answer(step, [])
         return True
@@ -285,7 +285,7 @@ class Section(Copier):
             encoder = Encoder()
             self._state(encoder)
             plan = Plan.of(encoder.tensors, self._equal())
-            self._running = self._pool.submit(self._map, slot, plan, wanted)
+            self._do(self._map, slot, plan, wanted)
             return
 
     def _map(self, slot: int, plan: Plan, wanted: int) -> None:

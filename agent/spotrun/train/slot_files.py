@@ -6,7 +6,8 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from spotrun.state import shards, slots
 from spotrun.train.encoding import DTYPES, TORCH
 
 SMALL = 4096  # bytes of a tensor that is not worth sharing
-_POPULATE = 32 << 20  # bytes in one call that fills a map with pages: no other thread can map memory meanwhile
+_POPULATE = 1 << 20  # bytes in one call that fills a map with pages: no other thread can map memory meanwhile
+_LOWEST = 19  # priority of a thread: all others come first
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
 _libc = ctypes.CDLL(None)
 
@@ -40,10 +42,13 @@ class SlotFile:
     inode: int  # of the file
 
     @classmethod
-    def create(cls, path: Path, entries: Entries) -> SlotFile:
-        """The file with its header and room for these tensors. Raises `SpotrunError` if memory does not suffice."""
+    def create(cls, path: Path, entries: Entries, hurry: threading.Event | None = None) -> SlotFile:
+        """The file with its header and room for these tensors. Raises `SpotrunError` if memory does not suffice.
+
+        hurry: see `map_file`.
+        """
         header = shards.header(entries)
-        mapped = map_file(path, len(header) + (entries[-1].stop if entries else 0))
+        mapped = map_file(path, len(header) + (entries[-1].stop if entries else 0), hurry)
         mapped[: len(header)] = header
         flat = torch.frombuffer(mapped, dtype=torch.uint8)
         return cls(entries, mapped, flat, _views(flat, entries, len(header)), path.stat().st_ino)
@@ -126,10 +131,11 @@ def _map_to_read(path: Path) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def map_file(path: Path, size: int) -> mmap.mmap:
+def map_file(path: Path, size: int, hurry: threading.Event | None = None) -> mmap.mmap:
     """The file, of that size and with all its pages, mapped to be written.
 
-    A worker of an older generation may still write into the file that is there. Then it is replaced.
+    A worker of an older generation may still write into the file that is there. Then it is replaced. hurry: until it is
+    set, the pages are filled only with time that nothing else on this machine needs.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -148,7 +154,7 @@ def map_file(path: Path, size: int) -> mmap.mmap:
         ) from None
     finally:
         os.close(handle)
-    _populate(mapped, 0, size)
+    _populate(mapped, 0, size, hurry)
     return mapped
 
 
@@ -158,16 +164,28 @@ def _is_free(handle: int) -> bool:
         return free
 
 
-def _populate(mapped: mmap.mmap, start: int, stop: int) -> None:
-    """Fill this part of the map with pages, if the kernel can. Otherwise the first writes do it.
-
-    Not by `mmap.madvise`: it holds the interpreter's lock, so training would stand still for seconds.
-    """
+def _populate(mapped: mmap.mmap, start: int, stop: int, hurry: threading.Event | None = None) -> None:
+    """Fill this part of the map with pages, if the kernel can. Otherwise the first writes do it. See `map_file`."""
     address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() if stop > start else 0
-    for at in range(start, stop, _POPULATE):
-        size = ctypes.c_size_t(min(_POPULATE, stop - at))
-        if _libc.madvise(ctypes.c_void_p(address + at), size, _POPULATE_WRITE) != 0:
-            return
+    parts = iter([(address + at, min(_POPULATE, stop - at)) for at in range(start, stop, _POPULATE)])
+    if hurry is not None:
+        # A thread of its own: without privileges, a thread cannot raise its priority again.
+        aside = threading.Thread(target=_fill_aside, args=(parts, hurry), name="slot-pages", daemon=True)
+        aside.start()
+        aside.join()
+    for address, size in parts:
+        _fill(address, size)
+
+
+def _fill_aside(parts: Iterator[tuple[int, int]], hurry: threading.Event) -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)  # on Linux: of this thread
+    while not hurry.is_set() and (part := next(parts, None)) is not None:
+        _fill(*part)
+
+
+def _fill(address: int, size: int) -> None:
+    """Not by `mmap.madvise`: it holds the interpreter's lock, so training would stand still for seconds."""
+    _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE)
 
 
 def _views(flat: torch.Tensor, entries: Entries, begin: int) -> dict[str, torch.Tensor]:

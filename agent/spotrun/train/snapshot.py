@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -107,12 +108,12 @@ class Writer(Copier):
             self.known = None  # the others' delay may still grow
         return found
 
-    def prepare(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Lay out the next slot, so that the first snapshot costs no more than the others."""
+    def prepare(self, tensors: dict[str, torch.Tensor], hurry: Event | None = None) -> None:
+        """Lay out the next slot, so that the first snapshot costs no more than the others. hurry: see `map_file`."""
         target = 1 - self._newest
         with slots.writing(self._folder, target) as free:
             if free:
-                self._lay_out(target, layout(tensors))
+                self._lay_out(target, layout(tensors), hurry)
 
     def renew(self, generation: int) -> None:
         """Write for another generation from now on. Nothing may be under way."""
@@ -136,7 +137,7 @@ class Writer(Copier):
             self._collect()
             encoder = Encoder()
             state(encoder)
-            self._running = self._pool.submit(self.prepare, encoder.tensors)
+            self._do(self.prepare, encoder.tensors, self._hurry)
 
     def announce(self, step: int, exact: bool) -> bool:
         """Have the node's workers copy the snapshot of a later step together. False: `take` it when it is due.
@@ -218,7 +219,7 @@ class Writer(Copier):
         if not together and not self._fence_off(held, target, plan, wait):
             return False
         if plan.entries and plan.entries[-1].stop > EAGER and not wait and not self._fits(target, plan.entries):
-            self._running = self._pool.submit(self._make_room, held.pop_all(), target, plan.entries)
+            self._do(self._make_room, held.pop_all(), target, plan.entries)
             return False
         self._lay_out(target, plan.entries)
         laid_out = time.monotonic()
@@ -232,7 +233,7 @@ class Writer(Copier):
         if self._stage is not None or not alone:  # otherwise training does not wait for the copies
             self._count(time.monotonic() - laid_out + laying - started, laid_out - laying, copying)
         snapshot = _Snapshot(target, step, tree, plan.entries, copying, together, alone)
-        self._running = self._pool.submit(self._commit, held.pop_all(), snapshot)
+        self._do(self._commit, held.pop_all(), snapshot)
         self._share(target, plan)
         return True
 
@@ -324,7 +325,7 @@ class Writer(Copier):
         # Lay out the other slot in the same way, while training goes on.
         with ExitStack() as lock:
             if not self._reserved(other) and lock.enter_context(slots.writing(self._folder, other)):
-                self._lay_out(other, snapshot.entries)
+                self._lay_out(other, snapshot.entries, self._hurry)
 
     def _land(self, held: ExitStack, snapshot: _Snapshot) -> bool:
         """Wait until all of the snapshot is in the slot. False: a part of it cannot be used, so it is dropped."""
@@ -372,15 +373,18 @@ class Writer(Copier):
 
     def _make_room(self, held: ExitStack, target: int, entries: Entries) -> None:
         with held:
-            self._lay_out(target, entries)
+            self._lay_out(target, entries, self._hurry)
 
-    def _lay_out(self, slot: int, entries: Entries) -> None:
-        """Map the slot's file with room for these tensors, unless it has this layout. Needs the slot's lock."""
+    def _lay_out(self, slot: int, entries: Entries, hurry: Event | None = None) -> None:
+        """Map the slot's file with room for these tensors, unless it has this layout. Needs the slot's lock.
+
+        hurry: see `map_file`.
+        """
         if self._fits(slot, entries):
             return
         slots.revoke(self._folder, slot)
         self._forget(slot)
-        self._slots[slot] = new = SlotFile.create(slots.data_path(self._folder, slot), entries)
+        self._slots[slot] = new = SlotFile.create(slots.data_path(self._folder, slot), entries, hurry)
         if self._stage is not None:
             self._stage.pin(new.flat)
 
