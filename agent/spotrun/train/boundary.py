@@ -145,7 +145,8 @@ class Boundary:
             noted.end_step(step, self.clock.step_seconds)
             self.clock.resume()
         try:
-            self.snapshots.end_step(draining or step == snapshot_at, draining)
+            if (forced := draining or step == snapshot_at) or step >= self.snapshots.next_check:
+                self.snapshots.end_step(forced, draining)
         except Exception as error:
             handled = self._end if draining or self._membership is None else self.void_if_a_peer_fails.handle
             if not handled(error):

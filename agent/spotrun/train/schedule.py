@@ -53,7 +53,8 @@ class Snapshots:
 
     writer: takes snapshots, on local rank 0. section: copies a part of them, on the other ranks. guard: protects the
     copies of a GPU's state. clock: measures steps. models: what `run.ddp` made. trouble: why the snapshot that was just
-    copied must not be committed; empty: it may be.
+    copied must not be committed; empty: it may be. next_check: the first step at whose end `end_step` must be called
+    again; for a forced snapshot, call it sooner.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Snapshots:
         self._control: Control | None = None
         self._newest = 0  # step of the newest snapshot
         self._base = 0  # step at which the newest generation began
-        self._next_check = 0  # the step at which to check whether a snapshot is due
+        self.next_check = 0
 
     def prepare(self, context: Context, control: Control, new: bool) -> None:
         """new: no state was restored. After a restore others may wait: a large slot is laid out during the steps."""
@@ -109,15 +110,14 @@ class Snapshots:
         snapshot_soon: take a snapshot at the next chance. This node has the state in memory only.
         """
         self._base = self._newest = self._state.step
-        self._next_check = 0
+        self.next_check = 0
         if self.writer is not None and snapshot_soon:
             self.writer.dropped = True
 
     def end_step(self, forced: bool, alone: bool) -> None:
         """Take a snapshot if it is forced or due. alone: without the node's other workers (see `Writer.take`)."""
-        if forced or self._state.step >= self._next_check:
-            self._end_step(forced, alone)
-            self._clock.resume()
+        self._end_step(forced, alone)
+        self._clock.resume()
 
     def _end_step(self, forced: bool, alone: bool) -> None:
         if self.guard is not None:
@@ -125,7 +125,7 @@ class Snapshots:
         # A forced snapshot must not be dropped: all of it is copied before training goes on.
         beside = set if forced or self.guard is None else self.guard.beside
         step, writer = self._state.step, self.writer
-        self._next_check = 0
+        self.next_check = 0
         if self.section is not None:
             self.section.end_step(step, beside, alone)
         if writer is None:
@@ -143,7 +143,7 @@ class Snapshots:
         elif self._base == step - 1:
             writer.make_room(self._state.encode)  # the first step has made the optimizer's state
         elif stall is not None and self.guard is None and not writer.shares:
-            self._next_check = next_check(step, self._newest, fixed, stall, self._clock.step_seconds)
+            self.next_check = next_check(step, self._newest, fixed, stall, self._clock.step_seconds)
 
     def finish(self) -> None:
         """Wait until a snapshot of the finished state is committed."""
