@@ -23,7 +23,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from spotrun.head.allocation.board import Board, Job, Slot, Undo
+from spotrun.head.allocation.board import Board, Job, Place, Undo
 from spotrun.head.allocation.claims import Allocation, Claim, Host
 from spotrun.head.allocation.reasons import Reasons
 
@@ -146,26 +146,26 @@ def _return(board: Board, level: Sequence[Job]) -> None:
     shrunk = [job for job in lower if job.runs and job.held.keys() - job.nodes.keys()]
     for job in level:
         for name in sorted(job.nodes.keys() - job.held.keys()):
-            slot = board.slots[name]
+            place = board.places[name]
             losers = [other for other in lower if name in other.held.keys() - other.nodes.keys()]
             if any(other in shrunk for other in losers):
-                board.take(slot, job)
+                board.take(place, job)
                 for other in losers:
-                    _go_back(board, slot, other)
+                    _go_back(board, place, other)
                 move = board.best(job, "grow")
                 assert move  # at least the same one again
                 board.make(move, job)
 
 
-def _go_back(board: Board, slot: Slot, job: Job) -> None:
+def _go_back(board: Board, place: Place, job: Job) -> None:
     """Give a job the devices that it had on a host, if they are free. A job at its `max` gives up a new node first."""
-    before, gained = job.held[slot.host.name], sorted(job.nodes.keys() - job.held.keys())
-    if any(slot.owners[index] for index in before):
+    before, gained = job.held[place.host.name], sorted(job.nodes.keys() - job.held.keys())
+    if any(place.owners[index] for index in before):
         return
     if job.count >= job.most and gained:
-        board.take(board.slots[gained[-1]], job)
+        board.take(board.places[gained[-1]], job)
     if job.count < job.most:
-        board.put(slot, before, job)
+        board.put(place, before, job)
 
 
 def _swap_back(board: Board) -> None:
@@ -173,18 +173,18 @@ def _swap_back(board: Board) -> None:
     for job in board.jobs:
         gained = sorted(job.nodes.keys() - job.held.keys())
         for lost in sorted(job.held.keys() - job.nodes.keys()) if gained else []:
-            slot = board.slots[lost]
-            other = slot.owners[0]
-            if other is None or lost in other.held or any(owner is not other for owner in slot.owners):
+            place = board.places[lost]
+            other = place.owners[0]
+            if other is None or lost in other.held or any(owner is not other for owner in place.owners):
                 continue
             for name in gained:
-                new = board.slots[name]
-                alike = (new.host.pool, len(new.owners)) == (slot.host.pool, len(slot.owners))
-                alone = all(owner is job for owner in new.owners) and len(job.held[lost]) == len(slot.owners)
+                new = board.places[name]
+                alike = (new.host.pool, len(new.owners)) == (place.host.pool, len(place.owners))
+                alone = all(owner is job for owner in new.owners) and len(job.held[lost]) == len(place.owners)
                 if alike and alone and name not in other.nodes and other.claim.may_use(new.host):
-                    board.take(slot, other)
+                    board.take(place, other)
                     board.take(new, job)
-                    board.give(slot, job)
+                    board.give(place, job)
                     board.give(new, other)
                     gained.remove(name)
                     break

@@ -50,7 +50,7 @@ class Job:
         return 0 if self.count < self.min else 1 if self.count > self.min else 2
 
 
-class Slot:
+class Place:
     """A host, and the job that has each of its devices."""
 
     def __init__(self, host: Host) -> None:
@@ -73,7 +73,7 @@ Wanted = tuple[int, frozenset[str], frozenset[str]]  # devices of each node, poo
 class Move(NamedTuple):
     """A node that a job gets, and the jobs that leave this node."""
 
-    slot: Slot
+    place: Place
     leave: list[Job]
 
 
@@ -81,32 +81,34 @@ class Board:
     """All hosts, all jobs that ask for something, and whose each device is."""
 
     def __init__(self, claims: Iterable[Claim], hosts: Iterable[Host]) -> None:
-        self.slots = {host.name: Slot(host) for host in sorted(hosts, key=lambda host: host.name)}
+        self.places = {host.name: Place(host) for host in sorted(hosts, key=lambda host: host.name)}
         asking = sorted((c for c in claims if not c.paused), key=lambda c: (-c.priority, c.order, c.job))
         self.jobs = [Job(claim, rank) for rank, claim in enumerate(asking)]
         self.named = Counter(pool for claim in asking for pool in claim.pools)
         # Names of hosts: by whether they are there and pool, then by devices and free devices. Old entries are skipped.
         self._free: dict[tuple[bool, str], dict[tuple[int, int], list[str]]] = defaultdict(dict)
-        self._pools = {slot.host.pool for slot in self.slots.values()}
-        self._usable: dict[Wanted, list[Slot]] = {}
+        self._pools = {place.host.pool for place in self.places.values()}
+        self._usable: dict[Wanted, list[Place]] = {}
         self._soonest: dict[Wanted, Iterator[str]] = {}
         self._takeable: dict[tuple[Step, int, int, str], list[tuple[Cost, str]]] = {}
         for job in self.jobs:
             self._seed(job)
-        for slot in self.slots.values():
-            self._note_free(slot)
+        for place in self.places.values():
+            self._note_free(place)
 
     def _seed(self, job: Job) -> None:
         """Put on the board what a job holds. Leaves out what is impossible, and what an earlier job of `jobs` has."""
         for name in sorted(job.claim.holds, key=lambda name: (name in job.claim.standby, name)):
-            slot = self.slots.get(name)
-            if slot is None or job.count == job.most + job.claim.spares or not job.claim.may_use(slot.host):
+            place = self.places.get(name)
+            if place is None or job.count == job.most + job.claim.spares or not job.claim.may_use(place.host):
                 continue
-            indexes = tuple(sorted(set(job.claim.holds[name]))) if job.claim.devices else tuple(range(len(slot.owners)))
-            fine = len(indexes) == slot.needed(job) and indexes[0] >= 0 and indexes[-1] < len(slot.owners)
-            if fine and not any(slot.owners[index] for index in indexes):
+            indexes = (
+                tuple(sorted(set(job.claim.holds[name]))) if job.claim.devices else tuple(range(len(place.owners)))
+            )
+            fine = len(indexes) == place.needed(job) and indexes[0] >= 0 and indexes[-1] < len(place.owners)
+            if fine and not any(place.owners[index] for index in indexes):
                 job.held[name] = indexes
-                self._set(slot, indexes, job)
+                self._set(place, indexes, job)
 
     # Changes.
 
@@ -114,54 +116,54 @@ class Board:
         """What each job has."""
         return [dict(job.nodes) for job in self.jobs]
 
-    def give(self, slot: Slot, job: Job) -> None:
+    def give(self, place: Place, job: Job) -> None:
         """Give a job its devices on a host: those that it had there before, if they are free."""
-        before = job.held.get(slot.host.name, ())
-        if not before or any(slot.owners[index] for index in before):
-            free = [index for index, owner in enumerate(slot.owners) if owner is None]
-            before = tuple(free[: slot.needed(job)])
-        self._change(slot, before, job, job)
+        before = job.held.get(place.host.name, ())
+        if not before or any(place.owners[index] for index in before):
+            free = [index for index, owner in enumerate(place.owners) if owner is None]
+            before = tuple(free[: place.needed(job)])
+        self._change(place, before, job, job)
 
-    def take(self, slot: Slot, job: Job) -> None:
+    def take(self, place: Place, job: Job) -> None:
         """Take a host's devices from a job."""
-        self._change(slot, job.nodes[slot.host.name], None, job)
+        self._change(place, job.nodes[place.host.name], None, job)
 
-    def put(self, slot: Slot, indexes: tuple[int, ...], job: Job) -> None:
+    def put(self, place: Place, indexes: tuple[int, ...], job: Job) -> None:
         """Give a job exactly these free devices."""
-        self._change(slot, indexes, job, job)
+        self._change(place, indexes, job, job)
 
-    def _set(self, slot: Slot, indexes: tuple[int, ...], owner: Job | None) -> None:
-        name = slot.host.name
+    def _set(self, place: Place, indexes: tuple[int, ...], owner: Job | None) -> None:
+        name = place.host.name
         for index in indexes:
-            previous = slot.owners[index]
+            previous = place.owners[index]
             if owner is None and previous is not None and previous.nodes.pop(name, ()):
-                previous.inside[slot.host.pool] -= 1
-            slot.owners[index] = owner
-        slot.free += -len(indexes) if owner else len(indexes)
+                previous.inside[place.host.pool] -= 1
+            place.owners[index] = owner
+        place.free += -len(indexes) if owner else len(indexes)
         if owner:
             owner.nodes[name] = indexes
-            owner.inside[slot.host.pool] += 1
+            owner.inside[place.host.pool] += 1
 
-    def _change(self, slot: Slot, indexes: tuple[int, ...], owner: Job | None, job: Job) -> None:
+    def _change(self, place: Place, indexes: tuple[int, ...], owner: Job | None, job: Job) -> None:
         before = job.effect()
-        self._set(slot, indexes, owner)
-        self._note_free(slot)
+        self._set(place, indexes, owner)
+        self._note_free(place)
         if self._takeable:
             # The cost of the job's other nodes changes only with `effect`.
             for name in list(job.nodes) if job.effect() != before else []:
-                self._note_takeable(self.slots[name])
-            self._note_takeable(slot)
+                self._note_takeable(self.places[name])
+            self._note_takeable(place)
 
     def make(self, move: Move, job: Job) -> list[Undo]:
         """Carry out a move. Returns the functions that undo it: call the last one first."""
-        done = [self._leave(move.slot, other) for other in move.leave]
-        self.give(move.slot, job)
-        return [*done, lambda: self.take(move.slot, job)]
+        done = [self._leave(move.place, other) for other in move.leave]
+        self.give(move.place, job)
+        return [*done, lambda: self.take(move.place, job)]
 
-    def _leave(self, slot: Slot, job: Job) -> Undo:
-        indexes = job.nodes[slot.host.name]
-        self.take(slot, job)
-        return lambda: self.put(slot, indexes, job)
+    def _leave(self, place: Place, job: Job) -> Undo:
+        indexes = job.nodes[place.host.name]
+        self.take(place, job)
+        return lambda: self.put(place, indexes, job)
 
     # Choices.
 
@@ -169,14 +171,14 @@ class Board:
         """The node that disturbs other jobs least. A free one comes first."""
         name = self._best_free(job)
         if name is not None:
-            return Move(self.slots[name], [])
+            return Move(self.places[name], [])
         return None if step == "spare" else self._best_taken(job, step)
 
     def _best_free(self, job: Job) -> str | None:
-        liked = sorted(name for name in {*job.held, *job.claim.keeps} if name in self.slots and name not in job.nodes)
+        liked = sorted(name for name in {*job.held, *job.claim.keeps} if name in self.places and name not in job.nodes)
         for name in liked:
-            slot = self.slots[name]
-            if job.claim.may_use(slot.host) and slot.free >= slot.needed(job):
+            place = self.places[name]
+            if job.claim.may_use(place.host) and place.free >= place.needed(job):
                 return name
         for there, pool in product((True, False), self._pools_of(job)):
             found = self._free[there, pool]
@@ -190,16 +192,16 @@ class Board:
     def _pools_of(self, job: Job) -> list[str]:
         """Pools that the job may use: those where it is, then those it prefers, then those that fewest claims name."""
         names = job.claim.pools & self._pools if job.claim.pools else self._pools
-        place = {pool: index for index, pool in enumerate(job.claim.prefers)}
-        return sorted(names, key=lambda pool: (-job.inside[pool], place.get(pool, len(place)), self.named[pool], pool))
+        rank = {pool: index for index, pool in enumerate(job.claim.prefers)}
+        return sorted(names, key=lambda pool: (-job.inside[pool], rank.get(pool, len(rank)), self.named[pool], pool))
 
     def _first(self, heap: list[str], key: tuple[int, int], job: Job) -> str | None:
         """The first host whose entry is still true, that is not the job's own, and that the job does not avoid."""
         own: list[str] = []
         found = None
         while heap and found is None:
-            slot = self.slots[heap[0]]
-            if slot.free != key[1] or heap[0] in own:
+            place = self.places[heap[0]]
+            if place.free != key[1] or heap[0] in own:
                 heapq.heappop(heap)
             elif heap[0] in job.nodes or heap[0] in job.claim.avoids:
                 own.append(heapq.heappop(heap))
@@ -211,11 +213,11 @@ class Board:
 
     def _best_taken(self, job: Job, step: Step) -> Move | None:
         found = [
-            (cheapest[0], place, cheapest[1])
-            for place, pool in enumerate(self._pools_of(job))
+            (cheapest[0], rank, cheapest[1])
+            for rank, pool in enumerate(self._pools_of(job))
             if (cheapest := self._cheapest(job, step, pool))
         ]
-        return self._move(self.slots[min(found)[2]], job, step) if found else None
+        return self._move(self.places[min(found)[2]], job, step) if found else None
 
     def best_of_equals(self, job: Job, level: Iterable[Job]) -> Move | None:
         """A node of a job of the same priority with at least two nodes more. The job with most nodes comes first."""
@@ -223,22 +225,22 @@ class Board:
         for other in sorted(equals, key=lambda other: (-other.count, -other.rank)):
             found: list[tuple[Cost, str]] = []
             for name in other.nodes:
-                slot = self.slots[name]
-                if name in job.nodes or not job.claim.may_use(slot.host):
+                place = self.places[name]
+                if name in job.nodes or not job.claim.may_use(place.host):
                     continue
-                cost = self.cost(slot, job, "level")
+                cost = self.cost(place, job, "level")
                 if cost is not None:
                     found.append((cost[0], name))
                     if cost[1] == [other] and not other.claim.standby:
                         break  # none is cheaper
             if found:
-                return self._move(self.slots[min(found)[1]], job, "level")
+                return self._move(self.places[min(found)[1]], job, "level")
         return None
 
-    def _move(self, slot: Slot, job: Job, step: Step) -> Move:
-        cost = self.cost(slot, job, step)
+    def _move(self, place: Place, job: Job, step: Step) -> Move:
+        cost = self.cost(place, job, step)
         assert cost is not None
-        return Move(slot, cost[1])
+        return Move(place, cost[1])
 
     def _cheapest(self, job: Job, step: Step, pool: str) -> tuple[Cost, str] | None:
         """The host of a pool that is cheapest to take."""
@@ -250,7 +252,7 @@ class Board:
             if name in job.nodes or name in job.claim.avoids:
                 own.append(heapq.heappop(heap))
                 continue
-            now = self.cost(self.slots[name], job, step)
+            now = self.cost(self.places[name], job, step)
             if now is None:
                 heapq.heappop(heap)
             elif now[0] != cost:
@@ -261,12 +263,12 @@ class Board:
             heapq.heappush(heap, entry)
         return found
 
-    def cost(self, slot: Slot, job: Job, step: Step) -> tuple[Cost, list[Job]] | None:
+    def cost(self, place: Place, job: Job, step: Step) -> tuple[Cost, list[Job]] | None:
         """What it costs to give a job this host, and which jobs leave the host. None: the job cannot have it."""
-        missing = slot.needed(job) - slot.free
+        missing = place.needed(job) - place.free
         ranked = []
-        for other in slot.jobs():
-            cost = _cost(other, job, step, slot.host.name)
+        for other in place.jobs():
+            cost = _cost(other, job, step, place.host.name)
             if cost is not None:
                 ranked.append((cost, other))
         ranked.sort(key=lambda entry: entry[0])
@@ -275,11 +277,11 @@ class Board:
             if missing <= 0:
                 break
             leave.append(entry)
-            missing -= len(entry[1].nodes[slot.host.name])
+            missing -= len(entry[1].nodes[place.host.name])
         if missing > 0:
             return None
         for entry in list(leave):  # the last job may have made earlier ones unnecessary
-            size = len(entry[1].nodes[slot.host.name])
+            size = len(entry[1].nodes[place.host.name])
             if missing + size <= 0:
                 leave.remove(entry)
                 missing += size
@@ -298,60 +300,60 @@ class Board:
         if key not in self._takeable:
             heap = []
             for name in {name for other in self.jobs if _gives(other, job, step) for name in other.nodes}:
-                slot = self.slots[name]
-                if slot.host.pool == pool and slot.host.devices >= job.claim.devices:
-                    cost = self.cost(slot, job, step)
+                place = self.places[name]
+                if place.host.pool == pool and place.host.devices >= job.claim.devices:
+                    cost = self.cost(place, job, step)
                     if cost is not None:
                         heap.append((cost[0], name))
             heapq.heapify(heap)
             self._takeable[key] = heap
         return self._takeable[key]
 
-    def _note_free(self, slot: Slot) -> None:
-        key = (slot.host.devices, slot.free)
-        heapq.heappush(self._free[slot.host.there, slot.host.pool].setdefault(key, []), slot.host.name)
+    def _note_free(self, place: Place) -> None:
+        key = (place.host.devices, place.free)
+        heapq.heappush(self._free[place.host.there, place.host.pool].setdefault(key, []), place.host.name)
 
-    def _note_takeable(self, slot: Slot) -> None:
+    def _note_takeable(self, place: Place) -> None:
         """Have the cost of this host computed again. An entry that is too cheap is corrected when it comes up."""
         for key, heap in self._takeable.items():
-            if key[3] == slot.host.pool:
-                heapq.heappush(heap, ((-1,), slot.host.name))
+            if key[3] == place.host.pool:
+                heapq.heappush(heap, ((-1,), place.host.name))
 
     # Waiting.
 
-    def usable(self, job: Job) -> list[Slot]:
+    def usable(self, job: Job) -> list[Place]:
         """Hosts that could be the job's if it were alone."""
         key = (job.claim.devices, job.claim.pools, job.claim.avoids)
         if key not in self._usable:
-            self._usable[key] = [slot for slot in self.slots.values() if job.claim.may_use(slot.host)]
+            self._usable[key] = [place for place in self.places.values() if job.claim.may_use(place.host)]
         return self._usable[key]
 
     def reserve(self, job: Job) -> list[Undo]:
         """Reserve for a job that cannot start the hosts that become free soonest, as far as the job could use them."""
         key = (job.claim.devices, job.claim.pools, job.claim.avoids)
         if key not in self._soonest:
-            soonest = sorted((self._blockers(slot, job), slot.host.name) for slot in self.usable(job))
+            soonest = sorted((self._blockers(place, job), place.host.name) for place in self.usable(job))
             self._soonest[key] = iter([name for _, name in soonest])
         done: list[Undo] = []
         others = (name for name in self._soonest[key] if name not in job.nodes)
         for name in islice(others, job.min - job.count):
-            slot = self.slots[name]
-            indexes = [index for index, owner in enumerate(slot.owners) if owner is None][: slot.needed(job)]
-            for other in sorted(slot.jobs(), key=lambda other: -other.rank):
-                if len(indexes) < slot.needed(job) and _cost(other, job, "start", name) is not None:
+            place = self.places[name]
+            indexes = [index for index, owner in enumerate(place.owners) if owner is None][: place.needed(job)]
+            for other in sorted(place.jobs(), key=lambda other: -other.rank):
+                if len(indexes) < place.needed(job) and _cost(other, job, "start", name) is not None:
                     indexes += other.nodes[name]  # all of them: no other job may get one first
-                    done.append(self._leave(slot, other))
+                    done.append(self._leave(place, other))
             if indexes:
-                self.put(slot, tuple(indexes), job)
-                done.append(lambda slot=slot: self.take(slot, job))  # type: ignore[misc]
+                self.put(place, tuple(indexes), job)
+                done.append(lambda place=place: self.take(place, job))  # type: ignore[misc]
         return done
 
-    def _blockers(self, slot: Slot, job: Job) -> tuple[int, int]:
+    def _blockers(self, place: Place, job: Job) -> tuple[int, int]:
         """How many jobs must end before the job could have this host, and how many devices they have."""
-        missing, blockers = slot.needed(job) - slot.free, []
-        for other in slot.jobs():
-            size = sum(owner is other for owner in slot.owners)
-            if _cost(other, job, "start", slot.host.name) is None:
+        missing, blockers = place.needed(job) - place.free, []
+        for other in place.jobs():
+            size = sum(owner is other for owner in place.owners)
+            if _cost(other, job, "start", place.host.name) is None:
                 blockers.append(size)
             else:
                 missing -= size

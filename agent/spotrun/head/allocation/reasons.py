@@ -36,15 +36,15 @@ class Reasons:
             return f"{need}; {_are(len(usable))} there"
         key = (job.claim.devices, job.claim.pools, job.claim.avoids)
         if key not in self._free:
-            self._free[key] = sum(slot.free >= slot.needed(job) for slot in usable)
+            self._free[key] = sum(place.free >= place.needed(job) for place in usable)
         ahead = [other for other in self.waiting if _waits_before(other, job)] or self._having_what_it_could_use(job)
         behind = f"; behind {_names(ahead)}" if ahead else ""
         return f"{need}; {_are(self._free[key])} free{behind}"
 
     def _shrunk(self, job: Job) -> str:
         """For which jobs the job has shrunk; empty if no job has its nodes."""
-        gone = [self.board.slots[name] for name in job.held.keys() - job.nodes.keys()]
-        takers = {owner for slot in gone for index in job.held[slot.host.name] if (owner := slot.owners[index])}
+        gone = [self.board.places[name] for name in job.held.keys() - job.nodes.keys()]
+        takers = {owner for place in gone for index in job.held[place.host.name] if (owner := place.owners[index])}
         own = "min" if job.count == job.min else "share"
         return f"shrunk to {count(job.count, 'node')}, its {own}, for {_names(takers)}" if takers else ""
 
@@ -52,7 +52,7 @@ class Reasons:
         """Other jobs on hosts that the job could use. Jobs of lower priority are left out."""
         key = (job.claim.devices, job.claim.pools, job.claim.avoids)
         if key not in self._having:
-            self._having[key] = [*{other for slot in self.board.usable(job) for other in slot.jobs()}]
+            self._having[key] = [*{other for place in self.board.usable(job) for other in place.jobs()}]
         return [other for other in self._having[key] if other.priority >= job.priority and other is not job]
 
 
