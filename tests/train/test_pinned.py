@@ -18,6 +18,7 @@ from spotrun.train import pinned, snapshot
 from spotrun.train.pinned import PinnedMemory
 from spotrun.train.snapshot import Writer
 from spotrun.train.staging import Copy, Staging
+from tests.helpers import wait_for
 from tests.train.blocks import block
 from tests.train.late import Late
 
@@ -161,9 +162,9 @@ def test_a_large_slot_is_laid_out_beside_training(tmp_path: Path, monkeypatch: p
     writer.prepare({"state.x": torch.ones(100)})
     state = {"x": torch.ones(100), "momentum": torch.ones(300)}  # after the first step
     assert not writer.take(1, lambda encoder: encoder.encode(state, "state"), set(), wait=False)
-    writer.settle()
+    wait_for(lambda: not writer._busy)
     assert writer.take(2, lambda encoder: encoder.encode(state, "state"), set(), wait=False)
-    writer.settle()
+    wait_for(lambda: not writer._busy)
     assert [record.step for _, record in slots.newest(tmp_path, "job")] == [2]
     here = threading.current_thread()
     assert [thread is here for thread in stage.threads] == [True, False, False]  # `prepare` is before training
@@ -179,9 +180,9 @@ def test_room_for_the_optimizer_is_made_after_the_first_step(tmp_path: Path) -> 
     writer.prepare({"state.x": torch.ones(100)})
     state = {"x": torch.ones(100), "momentum": torch.ones(300)}
     writer.make_room(lambda encoder: encoder.encode(state, "state"))
-    writer.settle()
+    wait_for(lambda: not writer._busy)
     assert writer.take(5, lambda encoder: encoder.encode(state, "state"), set(), wait=True)
-    writer.settle()
+    wait_for(lambda: not writer._busy)
     here = threading.current_thread()
     assert [thread is here for thread in stage.threads] == [True, False, False]
 

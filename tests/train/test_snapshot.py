@@ -32,8 +32,8 @@ from spotrun.train import slot_files
 from spotrun.train.encoding import DTYPES, Encoder, decode
 from spotrun.train.group_health import GroupHealth
 from spotrun.train.schedule import CHECK_EVERY, next_check, pays
-from spotrun.train.slot_files import Reader
-from spotrun.train.snapshot import Writer
+from spotrun.train.slot_files import Reader, SlotFile, layout
+from spotrun.train.snapshot import EAGER, Writer
 from spotrun.train.staging import Staging
 from tests.helpers import wait_for
 from tests.train.blocks import block, encoding
@@ -425,56 +425,82 @@ def test_training_goes_on_while_a_slot_is_filled_with_pages(memory: Path) -> Non
 
 
 @pytest.mark.parametrize("hurries_at", [0, 3, 1 << 20], ids=["at once", "midway", "never"])
-def test_a_slot_is_laid_out_with_time_that_nobody_needs(
+def test_a_slot_is_filled_with_time_that_nobody_needs(
     memory: Path, monkeypatch: pytest.MonkeyPatch, hurries_at: int
 ) -> None:
-    """Otherwise the first steps after a newcomer has joined take twice as long. All pages are filled in any case."""
-    fill, hurry, size = slot_files._fill, threading.Event(), (8 << 20) + 5000
-    places, priorities = [], []
+    """Otherwise the first steps after a newcomer has joined take twice as long."""
+    populate, hurry = slot_files._populate, threading.Event()
+    places: list[tuple[int, int]] = []
+    priorities = []
 
-    def note(address: int, size: int) -> None:
-        fill(address, size)
-        places.append((address, size))
+    def note(mapped: mmap.mmap, start: int, stop: int) -> None:
+        populate(mapped, start, stop)
+        places.append((start, stop))
         priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        if len(places) >= hurries_at:
+        if len(places) == hurries_at:
             hurry.set()
 
     if hurries_at == 0:
         hurry.set()
-    monkeypatch.setattr(slot_files, "_fill", note)
-    slot_files.map_file(memory / "slot", size, hurry)
-    assert sum(each for _, each in places) == size
-    assert all(address + size == after for (address, size), (after, _) in itertools.pairwise(places))
-    aside = min(hurries_at, len(places))
+    monkeypatch.setattr(slot_files, "_populate", note)
+    file = SlotFile.create(memory / "slot", layout({"x": torch.ones(2 << 20)}))
+    file.fill(hurry)
+    aside = len(places)
+    assert file.filled == (hurries_at > aside)
+    file.fill()
+    assert file.filled
+    assert [places[0][0], places[-1][1]] == [0, len(file.mapped)]
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(places))
     usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert priorities == [19] * aside + [usual] * (len(places) - aside)
     assert usual < 19
+    assert aside == min(hurries_at, len(places)) == min(hurries_at, 9)  # 8 MB, and the header
 
 
-def test_who_waits_for_a_slot_does_not_wait_for_other_programs(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop must not wait for a thread that gets no processor."""
-    fill, begun, goes_on = slot_files._fill, threading.Event(), threading.Event()
+@pytest.mark.parametrize("wait", [True, False])
+def test_nobody_waits_until_a_slot_is_filled(memory: Path, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
+    """A thread that gets no processor must hold up neither a stop nor those that join the next generation."""
+    populate, begun, goes_on = slot_files._populate, threading.Event(), threading.Event()
     aside = []
 
-    def note(address: int, size: int) -> None:
+    def note(mapped: mmap.mmap, start: int, stop: int) -> None:
         aside.append(threading.current_thread().name == "slot-pages")
         begun.set()
         assert goes_on.wait(60)
-        fill(address, size)
+        populate(mapped, start, stop)
 
     writer = Writer(memory, "job", 1, block())
-    tensors = [torch.ones(4 << 20)]
-    monkeypatch.setattr(slot_files, "_fill", note)
+    tensors = [torch.ones(EAGER // 4 + 1)]
+    monkeypatch.setattr(slot_files, "_populate", note)
     writer.make_room(encoding(tensors))
     assert begun.wait(60)
-    with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(writer.take, 1, encoding(tensors), set(), wait=True)
-        assert writer._hurry.wait(60)
-        goes_on.set()
-        assert taken.result(60)
-    writer.settle()
-    assert aside[:17] == [True] + [False] * 16  # 1 MB, then the rest
-    assert slots.newest(memory, "job")[0][1].step == 1
+    threading.Timer(0.1, goes_on.set).start()
+    writer.settle(60)
+    assert aside == [True]  # of 65 parts
+    if wait:
+        assert writer.take(1, encoding(tensors), set(), wait=True)
+        assert aside[:65] == [True] + [False] * 64
+    else:
+        assert not writer.take(1, encoding(tensors), set(), wait=False)  # its slot is filled beside training
+        wait_for(lambda: len(aside) == 65)
+        assert all(aside)
+        wait_for(lambda: writer.take(1, encoding(tensors), set(), wait=False))
+    writer.settle(60)
+    slot, record = slots.newest(memory, "job")[0]
+    slots.verify(memory, slot, record)
+    assert record.step == 1
+
+
+def test_a_slot_that_is_never_left_alone(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In loops with one step each, every loop stops what is under way. There must be snapshots all the same."""
+    writer = Writer(memory, "job", 1, block())
+    tensors, taken = [torch.ones(EAGER // 4 + 1)], []
+    monkeypatch.setattr(SlotFile, "_fill_aside", lambda file, hurry: hurry.wait(60))
+    for step in range(1, 9):
+        taken.append(writer.take(step, encoding(tensors), set(), wait=False))
+        writer.settle(60)
+    assert taken == [False, False, False, True, False, False, True, True]  # one slot, then the other
+    assert slots.newest(memory, "job")[0][1].step == 8
 
 
 def snapshot_for_ever(folder: str) -> None:

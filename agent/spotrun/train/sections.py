@@ -297,7 +297,7 @@ class Section(Copier):
         file = SlotFile.attach(slots.data_path(self._folder, slot), plan.entries, names)
         if file is None or plan.number(file.inode) != wanted:
             return
-        pinned = file.fill_pages()
+        pinned = file.fill_views()
         if self._stage is not None and pinned.numel():
             self._stage.pin(pinned)
         self._slots[slot] = _Mapped(plan, file, pinned)

@@ -7,7 +7,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from spotrun.train.encoding import DTYPES, TORCH
 SMALL = 4096  # bytes of a tensor that is not worth sharing
 _POPULATE = 1 << 20  # bytes in one call that fills a map with pages: no other thread can map memory meanwhile
 _LOWEST = 19  # priority of a thread: all others come first
+TRIES = 3  # after so many tries, the pages of a slot are no longer filled beside training
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
 _libc = ctypes.CDLL(None)
 
@@ -40,15 +41,17 @@ class SlotFile:
     flat: torch.Tensor  # the whole map, as bytes
     views: dict[str, torch.Tensor]  # the tensors in the map that this process writes, by name
     inode: int  # of the file
+    filled_bytes: int = 0  # from the beginning: what `fill` has filled with pages
+    tries: int = 0  # to do that beside training
 
     @classmethod
-    def create(cls, path: Path, entries: Entries, hurry: threading.Event | None = None) -> SlotFile:
+    def create(cls, path: Path, entries: Entries) -> SlotFile:
         """The file with its header and room for these tensors. Raises `SpotrunError` if memory does not suffice.
 
-        hurry: see `map_file`.
+        Call `fill`: otherwise the first write takes longer.
         """
         header = shards.header(entries)
-        mapped = map_file(path, len(header) + (entries[-1].stop if entries else 0), hurry)
+        mapped = _reserve(path, len(header) + (entries[-1].stop if entries else 0))
         mapped[: len(header)] = header
         flat = torch.frombuffer(mapped, dtype=torch.uint8)
         return cls(entries, mapped, flat, _views(flat, entries, len(header)), path.stat().st_ino)
@@ -72,7 +75,35 @@ class SlotFile:
         own = tuple(entry for entry in entries if entry.name in names)
         return cls(entries, mapped, flat, _views(flat, own, begin), found.st_ino)
 
-    def fill_pages(self) -> torch.Tensor:
+    @property
+    def filled(self) -> bool:
+        """Whether `fill` has filled all of the map with pages."""
+        return self.filled_bytes == len(self.mapped)
+
+    def fill(self, hurry: threading.Event | None = None) -> None:
+        """Fill the map with pages.
+
+        hurry: use only time that nothing else on this machine needs, and stop when this is set: the next call goes on.
+        """
+        self.tries += hurry is not None
+        if hurry is None:
+            self._fill(lambda: False)
+        else:  # a thread of its own: without privileges, a thread cannot raise its priority again
+            aside = threading.Thread(target=self._fill_aside, args=(hurry,), name="slot-pages", daemon=True)
+            aside.start()
+            aside.join()
+
+    def _fill_aside(self, hurry: threading.Event) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)  # on Linux: of this thread
+        self._fill(hurry.is_set)
+
+    def _fill(self, stops: Callable[[], bool]) -> None:
+        while not self.filled and not stops():
+            stop = min(self.filled_bytes + _POPULATE, len(self.mapped))
+            _populate(self.mapped, self.filled_bytes, stop)
+            self.filled_bytes = stop
+
+    def fill_views(self) -> torch.Tensor:
         """Fill the map with pages where `views` are. Returns that part of the map, in whole pages."""
         begin = self.flat.data_ptr()
         views = [view for view in self.views.values() if view.nbytes]  # an empty one has no address
@@ -131,12 +162,18 @@ def _map_to_read(path: Path) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def map_file(path: Path, size: int, hurry: threading.Event | None = None) -> mmap.mmap:
+def map_file(path: Path, size: int) -> mmap.mmap:
     """The file, of that size and with all its pages, mapped to be written.
 
-    A worker of an older generation may still write into the file that is there. Then it is replaced. hurry: until it is
-    set, the pages are filled only with time that nothing else on this machine needs.
+    A worker of an older generation may still write into the file that is there. Then it is replaced.
     """
+    mapped = _reserve(path, size)
+    _populate(mapped, 0, size)
+    return mapped
+
+
+def _reserve(path: Path, size: int) -> mmap.mmap:
+    """As `map_file`, but without the pages."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if not _is_free(handle):
@@ -154,7 +191,6 @@ def map_file(path: Path, size: int, hurry: threading.Event | None = None) -> mma
         ) from None
     finally:
         os.close(handle)
-    _populate(mapped, 0, size, hurry)
     return mapped
 
 
@@ -164,28 +200,16 @@ def _is_free(handle: int) -> bool:
         return free
 
 
-def _populate(mapped: mmap.mmap, start: int, stop: int, hurry: threading.Event | None = None) -> None:
-    """Fill this part of the map with pages, if the kernel can. Otherwise the first writes do it. See `map_file`."""
+def _populate(mapped: mmap.mmap, start: int, stop: int) -> None:
+    """Fill this part of the map with pages, if the kernel can. Otherwise the first writes do it.
+
+    Not by `mmap.madvise`: it holds the interpreter's lock, so training would stand still for seconds.
+    """
     address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() if stop > start else 0
-    parts = iter([(address + at, min(_POPULATE, stop - at)) for at in range(start, stop, _POPULATE)])
-    if hurry is not None:
-        # A thread of its own: without privileges, a thread cannot raise its priority again.
-        aside = threading.Thread(target=_fill_aside, args=(parts, hurry), name="slot-pages", daemon=True)
-        aside.start()
-        aside.join()
-    for address, size in parts:
-        _fill(address, size)
-
-
-def _fill_aside(parts: Iterator[tuple[int, int]], hurry: threading.Event) -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)  # on Linux: of this thread
-    while not hurry.is_set() and (part := next(parts, None)) is not None:
-        _fill(*part)
-
-
-def _fill(address: int, size: int) -> None:
-    """Not by `mmap.madvise`: it holds the interpreter's lock, so training would stand still for seconds."""
-    _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE)
+    for at in range(start, stop, _POPULATE):
+        size = ctypes.c_size_t(min(_POPULATE, stop - at))
+        if _libc.madvise(ctypes.c_void_p(address + at), size, _POPULATE_WRITE) != 0:
+            return
 
 
 def _views(flat: torch.Tensor, entries: Entries, begin: int) -> dict[str, torch.Tensor]:

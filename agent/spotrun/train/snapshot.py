@@ -26,7 +26,7 @@ from spotrun.train.copier import Copier
 from spotrun.train.encoding import Encoder
 from spotrun.train.progress import Progress
 from spotrun.train.sections import Place, Plan, Sections
-from spotrun.train.slot_files import Entries, SlotFile, layout
+from spotrun.train.slot_files import TRIES, Entries, SlotFile, layout
 from spotrun.train.staging import Copying, Stage
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Writer(Copier):
         return found
 
     def prepare(self, tensors: dict[str, torch.Tensor], hurry: Event | None = None) -> None:
-        """Lay out the next slot, so that the first snapshot costs no more than the others. hurry: see `map_file`."""
+        """Lay out the next slot, so that the first snapshot costs no more than the others. hurry: see `SlotFile`."""
         target = 1 - self._newest
         with slots.writing(self._folder, target) as free:
             if free:
@@ -218,7 +218,7 @@ class Writer(Copier):
         together = together and plan == self._plans.get(target)
         if not together and not self._fence_off(held, target, plan, wait):
             return False
-        if plan.entries and plan.entries[-1].stop > EAGER and not wait and not self._fits(target, plan.entries):
+        if plan.entries and plan.entries[-1].stop > EAGER and not wait and not self._ready(target, plan.entries):
             self._do(self._make_room, held.pop_all(), target, plan.entries)
             return False
         self._lay_out(target, plan.entries)
@@ -320,12 +320,10 @@ class Writer(Copier):
             self.newest_step, self.written = step, record.order
             self.progress.committed(step)
         other = 1 - target
-        if self._fits(other, snapshot.entries):
-            return
-        # Lay out the other slot in the same way, while training goes on.
-        with ExitStack() as lock:
-            if not self._reserved(other) and lock.enter_context(slots.writing(self._folder, other)):
-                self._lay_out(other, snapshot.entries, self._hurry)
+        if not self._ready(other, snapshot.entries) and not self._reserved(other):
+            with slots.writing(self._folder, other) as free:
+                if free:  # lay out the other slot in the same way, while training goes on
+                    self._lay_out(other, snapshot.entries, self._hurry)
 
     def _land(self, held: ExitStack, snapshot: _Snapshot) -> bool:
         """Wait until all of the snapshot is in the slot. False: a part of it cannot be used, so it is dropped."""
@@ -371,22 +369,24 @@ class Writer(Copier):
         """Whether the slot has this layout."""
         return slot in self._slots and self._slots[slot].entries == entries
 
+    def _ready(self, slot: int, entries: Entries) -> bool:
+        """Whether the slot has this layout, and all pages that it gets beside training."""
+        return self._fits(slot, entries) and (self._slots[slot].filled or self._slots[slot].tries >= TRIES)
+
     def _make_room(self, held: ExitStack, target: int, entries: Entries) -> None:
         with held:
             self._lay_out(target, entries, self._hurry)
 
     def _lay_out(self, slot: int, entries: Entries, hurry: Event | None = None) -> None:
-        """Map the slot's file with room for these tensors, unless it has this layout. Needs the slot's lock.
-
-        hurry: see `map_file`.
-        """
-        if self._fits(slot, entries):
-            return
-        slots.revoke(self._folder, slot)
-        self._forget(slot)
-        self._slots[slot] = new = SlotFile.create(slots.data_path(self._folder, slot), entries, hurry)
-        if self._stage is not None:
-            self._stage.pin(new.flat)
+        """Map the slot's file with room for these tensors, and fill it. Needs its lock. hurry: see `SlotFile`."""
+        if not self._fits(slot, entries):
+            slots.revoke(self._folder, slot)
+            self._forget(slot)
+            self._slots[slot] = SlotFile.create(slots.data_path(self._folder, slot), entries)
+        if not (file := self._slots[slot]).filled:
+            file.fill(hurry)
+            if self._stage is not None and file.filled:
+                self._stage.pin(file.flat)
 
     def _forget(self, slot: int) -> None:
         """Close the slot's map. No other worker may use the slot until it is laid out again."""
