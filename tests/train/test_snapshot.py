@@ -459,7 +459,7 @@ def test_a_slot_is_filled_with_time_that_nobody_needs(
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_nobody_waits_until_a_slot_is_filled(memory: Path, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
-    """A thread that gets no processor must hold up neither a stop nor those that join the next generation."""
+    """A thread that gets no processor must delay neither a stop nor those that join the next generation."""
     populate, begun, goes_on = slot_files._populate, threading.Event(), threading.Event()
     aside = []
 
