@@ -61,6 +61,11 @@ def test_a_users_mistake_is_status_2_and_one_line(standin: Machines) -> None:
         2,
         f"spotrun: NODE is missing: name a node, such as NODE=spot-0; `{listing}` lists them\n",
     )
+    many = fab(standin, "profile", "--steps", "1001")
+    assert (many.returncode, many.stderr) == (
+        2,
+        "spotrun: STEPS: '1001': allowed: a whole number from 1 to 1000\n",
+    )
     standin.cluster.write_text("name: c\ncloud: locl\npools: []\n")
     wrong = fab(standin, "status")
     assert wrong.returncode == 2
