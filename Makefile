@@ -268,7 +268,15 @@ comma := ,
 # interrupted. Then install the project with these extras. All output goes to stderr: stdout is for the target's own
 # answer. pip does not compile, because it would compile one module after the other, most of them of Terraform's
 # providers, of which few are ever loaded.
+# Two makes at the same time would break each other's installation. So one waits, and then finds what it needs. The lock
+# is that of file 9. It belongs to this shell, and ends with it. flock is not on all systems, and Python is.
 define install
+mkdir -p $(VENV); exec 9>>$(VENV)/.lock; lock='import fcntl, sys; fcntl.flock(9, fcntl.LOCK_EX | int(sys.argv[1]))'; \
+if command -v python3 >/dev/null && ! python3 -c "$$lock" 4 2>/dev/null; then \
+	echo "Waiting for another make, which installs into $(VENV)" >&2; \
+	python3 -c "$$lock" 0; \
+	[ $@ -nt pyproject.toml ] && [ $@ -nt constraints.txt ] && exit 0; \
+fi; \
 if ! $(VENV)/bin/python -m pip --version >/dev/null 2>&1; then \
 	for python in $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python; do \
 		$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && break; python=; \
@@ -282,5 +290,6 @@ if ! $(VENV)/bin/python -m pip --version >/dev/null 2>&1; then \
 fi; \
 echo "Installing what is needed into $(VENV); this happens once" >&2; \
 $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[$(1)]' >&2 && \
-{ $(VENV)/bin/python -m compileall -qq -j 0 -x cdktf_cdktf_provider_ $(VENV)/lib >&2 || true; }
+{ $(VENV)/bin/python -m compileall -qq -j 0 -x cdktf_cdktf_provider_ $(VENV)/lib >&2 || true; } && \
+touch $@
 endef

@@ -201,9 +201,10 @@ def profile(
     steps: how many; default: 5. The trace is then in exports/ID and in the bucket.
     """
     from scripts import profile_requests
+    from spotrun.node.profiles import MOST_STEPS
 
     job, wanted = inputs.job(id, cluster), inputs.node(node, cluster) if node else None
-    number, count = inputs.number("RANK", rank), inputs.number("STEPS", steps, least=1)
+    number, count = inputs.number("RANK", rank), inputs.number("STEPS", steps, 1, MOST_STEPS)
     which = None if number is None else int(number)
     return profile_requests.show(_access(cluster), job, wanted, which, int(count or 5), json)
 

@@ -7,7 +7,7 @@ import json
 import shlex
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import paramiko
@@ -123,8 +123,13 @@ def submit(access: Access, data: Status) -> str:
             raise
 
 
-def await_head(access: Access, description: str, patience: float = PATIENCE) -> Status:
-    """The first status of a head that knows this description (its digest). Raises `Unreachable` after `patience` s."""
+def await_head(
+    access: Access, description: str, patience: float = PATIENCE, look: Callable[[], object] = lambda: None
+) -> Status:
+    """The first status of a head that knows this description (its digest). Raises `Unreachable` after `patience` s.
+
+    look: raises `Unreachable` if the cluster has been taken down: then no head comes.
+    """
     deadline, told = time.monotonic() + patience, ""
     while True:
         try:
@@ -135,6 +140,7 @@ def await_head(access: Access, description: str, patience: float = PATIENCE) -> 
         except CredentialsError:
             raise
         except SpotrunError as error:
+            look()
             problem = str(error)
         if patience > PATIENCE and problem != told:  # the wait may be long, so say why
             console.warn(f"spotrun: waiting for the head: {problem}")

@@ -46,7 +46,7 @@ class LocalSite:
         store.put(cluster_key(self.cluster.name), self.cluster.document().encode())
         # Only when the cluster starts: a second record would make the next head hold the jobs that run now.
         cloud.up(self.cluster, home(), starting=lambda: queue.hold(store, self.cluster.name))
-        return control.await_head(self.access(), self.cluster.digest)
+        return control.await_head(self.access(), self.cluster.digest, look=self._look)
 
     ready = up  # which does nothing if nothing is missing
 
@@ -75,6 +75,14 @@ class LocalSite:
                 f" in {other}: `{again}` takes it down"
             )
         return f"cluster {name} was never up with its state in {home()} (another folder: set SPOTRUN_HOME)"
+
+    def _look(self) -> None:
+        """Raises `Unreachable` if another command has taken the cluster down since this one brought it up."""
+        if not self._layout().record.exists():
+            again = make_command(self.file, "up")
+            raise Unreachable(
+                f"another command has taken cluster {self.cluster.name} down meanwhile; `{again}` tries again"
+            )
 
     def _layout(self) -> Layout:
         return Layout.of(home(), self.cluster.name)

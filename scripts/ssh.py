@@ -295,6 +295,7 @@ def _run(
         with connection.transport.open_session(timeout=TIMEOUT) as channel:
             channel.set_combine_stderr(True)
             channel.exec_command(wrapped)
+            channel.shutdown_write()  # a command that reads its input finds its end, and does not wait
             for text in _lines(channel, deadline):
                 on_output(text)
                 kept, total = (kept + text)[-KEPT:], total + len(text)

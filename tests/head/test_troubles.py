@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from spotrun.head import allocator, placer, scaler
+from spotrun.errors import StoreError
+from spotrun.head import allocator, placer, presence, scaler
 from spotrun.head.allocator import CONDITIONS, DEVICES
+from spotrun.head.fenced import FencedStore
 from spotrun.head.fleet.pools import Fleet
 from spotrun.head.head import ACCOUNTS, TURN, Head
 from spotrun.head.placer import PLACES
 from spotrun.head.scaler import SIZES
+from spotrun.head.troubles import BUCKET
 from spotrun.wire import Report
 from tests.head.puppets import Theatre
 from tests.head.world import World, asked
@@ -149,6 +152,50 @@ async def test_machine_time_that_could_not_be_counted_is_counted_later(
     await stage.round()
     assert stage.state(job).node_seconds - before == pytest.approx(stage.now - began)
     assert len(stage.nodes(job)) == 1
+
+
+async def test_a_bucket_that_refuses_is_told_and_nobody_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status says it once, though each error names another key. Requests end, and say what happens to their change."""
+    world = World(tmp_path)
+    monkeypatch.setattr(presence, "PATIENCE", 0.0)
+    job = await world.with_machines()
+    refused, put = [""], FencedStore.put
+
+    async def put_or_refuse(store: FencedStore, key: str, data: bytes) -> None:
+        if refused:
+            refused.append(key)
+            raise StoreError(f"cannot write {len(refused)}: no space left")
+        await put(store, key, data)
+
+    monkeypatch.setattr(FencedStore, "put", put_or_refuse)
+    running = asyncio.create_task(world.head.run())
+    try:
+        with pytest.raises(
+            StoreError, match=f"^{BUCKET}: .*no space left; the change is made when the bucket takes it$"
+        ):
+            await asyncio.wait_for(world.head.change(lambda job, _: job.replace(priority=7), job), 20)
+        (text,) = (await asked(world, world.head, "status"))["troubles"]
+        assert [each["text"] for each in world.events()].count(text) == 1 < len(refused)
+        refused.clear()
+        await until(lambda: BUCKET not in world.head.troubles)
+        assert world.written(job).priority == 7
+        assert world.events()[-1]["text"] == f"over now: {text}"
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_change_that_no_turn_has_made_is_not_made_after_an_outage(tmp_path: Path) -> None:
+    stage = Theatre(tmp_path, machines=1)
+    job = await stage.queue_job("job")
+    answer = stage.head.requests.add(lambda state, _: state.replace(priority=7), job)
+    stage.head.requests.give_up("no space left")
+    with pytest.raises(StoreError, match=r"^no space left; nothing was changed$"):
+        await answer
+    await stage.round()
+    assert stage.state(job).priority is None
 
 
 async def test_a_head_whose_turn_fails_serves_agents_and_operators(

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,23 @@ def test_an_environment_whose_making_was_interrupted_is_made_again(venv: Path, t
     other.write_text("#!/bin/sh\nexit 1\n")
     done = make(venv, "status", f"PYTHON={other}")
     assert done.returncode == 0, "one that is whole is not made again"
+
+
+def test_two_makes_install_one_after_the_other(venv: Path, tmp_path: Path) -> None:
+    """Each would break what the other installs. The one that waits has nothing to install any more."""
+    program, log = venv / "bin/python", tmp_path / "log"
+    (tmp_path / "whole").write_text(program.read_text())
+    (tmp_path / "whole").chmod(0o755)
+    program.write_text(
+        f'#!/bin/sh\n[ "$2" = scripts.fab ] && exec {tmp_path}/whole "$@"\n'
+        f'[ "$2 $3" = "pip install" ] && {{ echo begins >> {log}; sleep 2; echo ends >> {log}; }}\nexit 0\n'
+    )
+    (venv / ".installed").unlink()
+    with ThreadPoolExecutor() as both:
+        done = list(both.map(lambda verb: make(venv, verb), ("status", "jobs")))
+    assert [called(each)[0][0] for each in done] == ["status", "jobs"]
+    assert log.read_text().split() == ["begins", "ends"]
+    assert sum("Waiting for another make" in each.stderr for each in done) == 1
 
 
 def test_every_variable_of_a_target_is_allowed() -> None:

@@ -19,6 +19,8 @@ from scripts import site as sites
 from scripts.local_site import LocalSite
 from scripts.make_command import LOCAL, here, make_command
 from scripts.ssh import Access, Unreachable
+from spotrun.cloud.local import cloud as local_cloud
+from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, host_key, job_key, queue_key
@@ -58,6 +60,11 @@ def test_a_users_mistake_is_status_2_and_one_line(standin: Machines) -> None:
     assert (unnamed.returncode, unnamed.stderr) == (
         2,
         f"spotrun: NODE is missing: name a node, such as NODE=spot-0; `{listing}` lists them\n",
+    )
+    many = fab(standin, "profile", "--steps", "1001")
+    assert (many.returncode, many.stderr) == (
+        2,
+        "spotrun: STEPS: '1001': allowed: a whole number from 1 to 1000\n",
     )
     standin.cluster.write_text("name: c\ncloud: locl\npools: []\n")
     wrong = fab(standin, "status")
@@ -275,6 +282,33 @@ def test_the_bucket_says_what_a_cluster_without_a_head_still_has(
     store.put(queue_key("c"), b'["a"]')
     store.put(job_key("a", "state.json"), json.dumps(state).encode())
     assert queue.unfinished(store, "c", "make down FORCE=1") == found
+
+
+def test_up_does_not_wait_for_a_cluster_that_is_taken_down_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another terminal, `make down` has waited for the lock that `make up` had until the local cloud was there."""
+    monkeypatch.setenv("SPOTRUN_HOME", str(tmp_path))
+    cluster = ClusterSpec.model_validate(
+        {"name": "c", "cloud": "local", "pools": [{"name": "p", "zone": "local-a", "max": 1}]}
+    )
+    record = Layout.of(tmp_path, "c").record
+
+    def brought_up(*_: object, **__: object) -> None:
+        for path in (record, record.with_name("id_ed25519")):
+            path.touch()
+
+    def refused(*_: object) -> None:
+        assert record.exists(), "asked again"
+        record.unlink()
+        raise Unreachable("connection refused")
+
+    monkeypatch.setattr(local_cloud, "up", brought_up)
+    monkeypatch.setattr(control, "ask", refused)
+    with pytest.raises(
+        Unreachable, match=r"^another command has taken cluster c down meanwhile; `make up` tries again$"
+    ):
+        LocalSite(cluster, LOCAL).up()
 
 
 def test_hints_name_the_cluster() -> None:

@@ -93,6 +93,13 @@ def test_a_command_that_takes_too_long_is_ended_on_the_node(standin: Machines) -
     assert outcomes[0].output == "began\nended after 0.5 s; give it more time with TIMEOUT=\n"
 
 
+def test_a_command_that_reads_its_input_finds_the_end(standin: Machines) -> None:
+    """A program that asks a question would otherwise wait for the whole TIMEOUT."""
+    outcomes: list[ssh.Outcome] = []
+    assert ssh.run(standin.access, ["head"], "cat; read -r answer || echo no answer", 20, outcomes.append)
+    assert outcomes[0].output == "no answer\n"
+
+
 def test_a_host_key_of_another_kind_is_refused(standin: Machines) -> None:
     standin.publish("head", asyncssh.generate_private_key("ecdsa-sha2-nistp256"))
     with pytest.raises(ssh.Unreachable, match="refused: its host key has changed"):

@@ -44,7 +44,7 @@ from spotrun.head.requests import Change, Requests
 from spotrun.head.scaler import Scaler
 from spotrun.head.status import event, recovery, status
 from spotrun.head.stragglers import Stragglers
-from spotrun.head.troubles import Troubles
+from spotrun.head.troubles import BUCKET, Troubles
 from spotrun.head.view import FleetView, View, bound
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store
@@ -178,8 +178,7 @@ class Head:
         document["events"] = self.events.seen_from(about)[-SHOWN:]
         parked = next(iter(self.parked.values()), None)
         document |= {"parked": parked.status() if parked else None, "held": self.journal.held}
-        document["troubles"] = self.troubles.texts
-        return {"format": FORMAT, **document, **self.ledger.status()}
+        return {"format": FORMAT, **document, "troubles": self.troubles.texts, **self.ledger.status()}
 
     def let_go(self, job: JobState) -> None:
         """Forget a job that has ended, or that is not in the queue any more."""
@@ -224,13 +223,14 @@ class Head:
             except StoreError as error:
                 # Orders and requests come after the write, so none was sent. The next turn tries again.
                 log.warning("%s", error)
-                presence.refused(now)
+                if presence.refused(now):
+                    self.requests.give_up(self.troubles.once(BUCKET, error))
                 await asyncio.sleep(1.0)
             except Exception as error:
                 self.troubles.note(TURN, error)
                 await asyncio.sleep(1.0)
             else:
-                self.troubles.clear(TURN)
+                self.troubles.clear(TURN, BUCKET)
             self.news.planned(nodes, time.thread_time() - began, bool(self.journal.queue))
 
     async def _watch_clock(self) -> None:

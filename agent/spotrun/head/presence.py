@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 GAP = 2.0  # seconds: after such a pause, the head no longer trusts what it knows about silent nodes
+PATIENCE = 10.0  # seconds: if the bucket refuses for longer, operators are told, and their requests are answered
 OUTAGE = 60.0  # seconds: after such a time in which the head could not act, jobs get time again for their last state
 
 
@@ -22,10 +23,11 @@ class Presence:
         if pause > OUTAGE:
             self.able_since = now
 
-    def refused(self, now: float) -> None:
-        """The bucket has not taken a turn's writes."""
+    def refused(self, now: float) -> bool:
+        """The bucket has not taken a turn's writes. Returns whether this has gone on for longer than PATIENCE."""
         if self._refused_since is None:
             self._refused_since = now
+        return now - self._refused_since > PATIENCE
 
     def wrote(self, now: float) -> None:
         """The bucket has taken a turn's writes."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import SpotrunError, StoreError
 from spotrun.head.job_state import JobState
 
 NAMED = 5  # jobs in a message
@@ -54,6 +54,15 @@ class Requests:
         """Refuse the changes of a job: they do not get into the bucket."""
         for answer, _ in [each for each in self._made if each[1].id == job and not each[0].done()]:
             answer.set_exception(SpotrunError(why))
+
+    def give_up(self, why: str) -> None:
+        """Answer all: the bucket refuses the head's writes. A change that was made goes into the next write."""
+        late = [(each.answer, "nothing was changed") for each in self._new]
+        late += [(answer, "the change is made when the bucket takes it") for answer, _ in self._made]
+        self._new, self._made = [], []
+        for answer, so in late:
+            if not answer.done():
+                answer.set_exception(StoreError(f"{why}; {so}"))
 
     def answer(self) -> None:
         """Answer all changes that were made: they are in the bucket now."""

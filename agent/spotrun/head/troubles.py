@@ -1,4 +1,4 @@
-"""Errors that nobody expected, in what the head does for the whole cluster.
+"""Errors in what the head does for the whole cluster: those that nobody expected, and a bucket that refuses.
 
 An error about one job parks that job. These errors are about no single job. The head does not end because of them: the
 next head would end too. It keeps what it decided last, tells operators, and tries again in each turn.
@@ -10,21 +10,25 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
+from spotrun.errors import StoreError
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+BUCKET = "the bucket refuses what the head writes, so the head decides nothing, and tries again"
 
 
 class Troubles:
     """What fails at the moment. add_event: tells operators."""
 
     def __init__(self, add_event: Callable[[str, str], None]) -> None:
-        self._found: dict[str, str] = {}  # the errors, by what they mean
+        self._found: dict[str, str] = {}  # a line for each error, by what the error means
         self._add_event = add_event
 
     @property
     def texts(self) -> list[str]:
         """A line for each error, with what it means."""
-        return [_text(what, error) for what, error in self._found.items()]
+        return list(self._found.values())
 
     def __contains__(self, what: str) -> bool:
         return what in self._found
@@ -41,17 +45,20 @@ class Troubles:
 
     def note(self, what: str, error: Exception) -> None:
         """Something has failed. Operators are told, unless they know this error already."""
-        text = repr(error)[:500]
+        text = f"unexpected error in the head: {what}: {repr(error)[:500]}"
         if self._found.get(what) != text:
             self._found[what] = text
             log.error("%s", what, exc_info=error)
-            self._add_event("head", _text(what, text))
+            self._add_event("head", text)
 
-    def clear(self, what: str) -> None:
+    def once(self, what: str, error: StoreError) -> str:
+        """The bucket refuses. Operators are told of the first error only: the next ones name other keys. Its text."""
+        if what not in self._found:
+            self._found[what] = f"{what}: {str(error)[:500]}"
+            self._add_event("head", self._found[what])
+        return self._found[what]
+
+    def clear(self, *succeeded: str) -> None:
         """The same has succeeded."""
-        if error := self._found.pop(what, None):
-            self._add_event("head", f"over now: {_text(what, error)}")
-
-
-def _text(what: str, error: str) -> str:
-    return f"unexpected error in the head: {what}: {error}"
+        for text in [self._found.pop(what) for what in succeeded if what in self._found]:
+            self._add_event("head", f"over now: {text}")
