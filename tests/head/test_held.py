@@ -15,9 +15,11 @@ from scripts import site as sites
 from spotrun.cloud.local.layout import Layout, base_environment
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.head import job_queue
+from spotrun.head.job_state import Stop, apply
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, job_key, queue_key, up_key
 from spotrun.wire import read_queue
+from tests.head.puppets import Theatre
 from tests.head.world import CODE, JOB, World, asked, phases, rewrite
 from tests.helpers import await_for, wait_for
 
@@ -255,3 +257,29 @@ def test_down_refuses_when_the_bucket_does_not_answer(home: Path, machine: subpr
     with pytest.raises(SpotrunError, match=r"which jobs run is not known: .*; `make down FORCE=1` ends them"):
         sites.take_down(sites.site(SPEC), force=False)
     assert machine.poll() is None
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["held", "missing in the queue"])
+async def test_a_job_that_no_head_ran_takes_no_device_from_a_job_that_trains_there_now(
+    tmp_path: Path, missing: bool
+) -> None:
+    """Its machine is still there, as after `make down` was interrupted. Another job has the machine since."""
+    stage = Theatre(tmp_path, machines=1)
+    held = await stage.queue_job("held")
+    await stage.round(20)
+    assert stage.nodes(held) == ["p-0"]
+    if missing:  # the head dies after this write of `take_out`
+        await stage.head.journal.dequeue(held)
+    else:
+        queue.hold(stage.store, "c")
+    stage.restart_head()
+    other = await stage.queue_job("other")
+    await stage.round(60)
+    assert stage.nodes(other) == ["p-0"]
+    await stage.head.relaunch(held)
+    await stage.round(60)
+    assert (stage.nodes(other), stage.nodes(held)) == (["p-0"], [])
+    assert stage.state(held).phase == ("queued" if missing else "waiting")
+    await stage.ask(lambda job, now: apply(job, Stop("enough"), now), other)
+    await stage.round(60)
+    assert stage.nodes(held) == ["p-0"]

@@ -88,6 +88,47 @@ CASES: dict[str, tuple[tuple[FleetView, ...], float]] = {
         ),
         5 + 1,
     ),
+    "another machine of the same name, made while the zone did not answer": (
+        (
+            seen(NOW, machine(created=NOW), nodes=(node(A),)),
+            seen(NOW + 5, machine(created=NOW, state="unknown"), nodes=(node(A),), listed_at=NOW),
+            seen(NOW + 9, machine(created=NOW, state="unknown"), nodes=(node(A),), listed_at=NOW),
+            seen(NOW + 12, machine(created=NOW + 3), nodes=(node(A),)),
+        ),
+        3 + 9,
+    ),
+    "a machine that one answer of the cloud leaves out": (
+        (
+            seen(NOW, machine(created=NOW)),
+            seen(NOW + 50, machine(created=NOW)),
+            seen(NOW + 55),
+            seen(NOW + 60, machine(created=NOW)),
+            seen(NOW + 61, machine(created=NOW)),
+        ),
+        61,
+    ),
+    "a machine that runs again after its host was repaired for more than an hour": (
+        (
+            seen(NOW, machine(created=NOW)),
+            seen(NOW + 50, machine(created=NOW)),
+            seen(NOW + 55, machine(created=NOW, state="stopping")),
+            seen(NOW + 3000, machine(created=NOW, state="stopping")),
+            seen(NOW + 6000, machine(created=NOW, state="stopping")),
+            seen(NOW + 6005, machine(created=NOW)),
+            seen(NOW + 6010, machine(created=NOW)),
+        ),
+        50 + 10,
+    ),
+    "a machine that stops, and the cloud says when it ended": (
+        (
+            seen(NOW, machine(created=NOW)),
+            seen(NOW + 50, machine(created=NOW)),
+            seen(NOW + 55, machine(created=NOW, state="stopping")),
+            seen(NOW + 70, machine(created=NOW, state="stopping")),
+            seen(NOW + 75, ended=(over(NOW, NOW + 52),)),
+        ),
+        52,
+    ),
     "the cloud does not answer for a while": (
         (
             seen(NOW, machine(created=NOW)),

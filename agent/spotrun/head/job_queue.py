@@ -222,7 +222,8 @@ async def relaunch(head: Head, job: str) -> None:
     """See `Head.relaunch`, which never runs this twice at the same time."""
     if job in head.journal.held:
         with contextlib.suppress(JobNotFound, UnreadableError):  # `take_up` says that it cannot be read
-            await head.journal.replace((await head.load(job)).replace(resumed_at=head.clock()))
+            state = _left_by_its_nodes(await head.load(job), head.clock())
+            await head.journal.replace(state.replace(resumed_at=head.clock()))
         return await _enqueue(head, job)
     state = await head.load(job)
     if not state.ended_already and not _is_missing(head, state):
@@ -234,13 +235,18 @@ async def relaunch(head: Head, job: str) -> None:
     if job in head.states and state.kept_node:
         await head.change(lambda failed, now: apply(failed, Stop("the job is relaunched"), now), job, kept=True)
     await _until_written(head, job)
-    state = (await head.load(job)).replace(kept_node=None)
+    state = _left_by_its_nodes(await head.load(job), head.clock()).replace(kept_node=None)
     state = state.replace(phase="queued", reason="", ended=None, restarts=0, failure=None, stopping="", ending=None)
     state = state.replace(new_workers=True)  # the old ones may be why it failed
     now = head.clock()
     await _enqueue(head, job, state.replace(counted_at=0.0, ordered_at=now, resumed_at=now, paused=""))
     if head.ended is not None and head.ended.id == job:
         head.ended = None
+
+
+def _left_by_its_nodes(job: JobState, now: float) -> JobState:
+    """A job that no head has run for some time: its nodes have ended it, and may train another job since then."""
+    return apply(job, EndGeneration(cause=Cause(kind="relaunch")), now) if job.current is not None else job
 
 
 def _restart_workers(job: JobState, now: float) -> JobState:

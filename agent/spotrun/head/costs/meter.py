@@ -5,6 +5,7 @@ The head counts several times a second, and asks the cloud less often. So it lea
 - Time counts from the moment when the machine started, if the cloud says it, else from when the cloud made the machine.
 - It counts until the machine ended. The cloud may say this moment late or never. Until then, time counts up to the
   newest sign of the machine. Time that was counted after that sign is taken back.
+- A machine may run again after the cloud has left it out of a list, or has repaired its host. Its time goes on then.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Counted:
     until: float  # its time is counted up to here
     seen: float  # the newest sign that it runs: the cloud listed it, or its agent was connected
     payers: Mapping[str, float]  # by job: the part that the job pays for; `NOBODY` stands for the cluster
+    stood: float = 0.0  # of a machine that is gone: when the cloud last listed it, in a state that costs nothing
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,14 @@ class Meter:
         """The machines that are out of sight, and those that are gone. Takes back their time after the last sign."""
         machines, made = running(view), {each.name: each.created for each in view.machines}
         away = {machine.pool for machine in view.machines if machine.state == "unknown"}  # their zones do not answer
-        gone = {key: each for key, each in self.gone.items() if key not in told and view.now - each.until < LATE}
+        stands = {(name, created) for name, created in made.items() if name not in machines}
+        known = ((key, replace(each, stood=view.now) if key in stands else each) for key, each in self.gone.items())
+        gone = {
+            key: each
+            for key, each in known
+            if key not in told and view.now - max(each.until, each.stood) < LATE
+            if made.get(key[0]) != key[1] or key in stands  # else it runs again
+        }
         kept: dict[str, Counted] = {}
         for name, last in self.machines.items():
             another = made.get(name, 0.0) > last.created > 0
@@ -86,7 +95,7 @@ class Meter:
             if not another and (last.pool in away or not view.listed):
                 kept[name] = last
                 continue
-            end = min(last.until, last.seen)
+            end = min(last.until, last.seen, max(made[name], last.first) if another else last.until)
             _correct(uses, name, last, last.until, end)
             gone[name, last.created] = replace(last, until=end)
         return kept, gone
@@ -110,12 +119,15 @@ class Meter:
                 continue
             if before is not None and created > before.created > 0:
                 before = None  # another machine of that name
+            if before is None and created:
+                before = self.gone.get((name, created))  # it runs again
             since = (machine.started if machine else 0.0) or created
             if before is not None and since > before.first:  # the cloud says only now when it started
                 _correct(uses, name, before, since, before.first)
             mine, first = payers.get(name, {NOBODY: 1.0}), view.now
             for payer, share in mine.items():
-                start = before.until if before else min(_start(since, began, paid.get(payer, 0.0), view.now), view.now)
+                start = _start(since, began, paid.get(payer, 0.0), view.now)
+                start = max(before.until, before.stood) if before else min(start, view.now)
                 uses[payer].append(Use(name, pool, start, view.now, share))
                 first = min(first, start)
             first = max(before.first, since) if before else first
