@@ -14,6 +14,7 @@ from torch import nn, optim
 from spotrun.errors import SpotrunError
 from spotrun.state import slots
 from spotrun.train.encoding import Encoder, decode
+from spotrun.train.parallel import Parallel
 from spotrun.train.training_state import TrainingState
 from spotrun.train.transfer import Received
 
@@ -157,3 +158,24 @@ def test_buffers_that_are_one_tensor_only_in_the_set_up() -> None:
     later = Two(one=False)
     load({"model": later}, {"model": Two(one=True)})
     assert later.second.tolist() == [1, 1]  # type: ignore[operator]
+
+
+class Halving(nn.Linear):
+    """It changes what it loads."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: 2 * value for name, value in super().state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        for each in state_dict.values():
+            each.mul_(0.5)
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+
+def test_a_model_of_run_ddp_that_changes_what_it_loads_gets_no_snapshot_to_write_into() -> None:
+    """The other workers of the node, or of the job, may read that snapshot now."""
+    state = TrainingState(0)
+    for module, only_reads in ((nn.Linear(2, 2), True), (Halving(2, 2), False)):
+        state.objects = {"model": Parallel(module, torch.device("cpu"))}
+        assert state.only_reads() == only_reads
+        assert bool(state.destinations()) == only_reads

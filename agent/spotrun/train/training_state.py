@@ -125,7 +125,7 @@ def load(item: Stateful, saved: Any, tensors: Tensors, own: Mapping[str, torch.T
         _give(item, decode(saved, partial(_fill, tensors, own, tensors.view), arrange), own)
         loaded = Encoder()
         state = loaded.encode(item.state_dict(), "state")
-        if not arrange and type(item).load_state_dict in _PLAIN:
+        if not arrange and _is_plain(item):
             _check_loaded(_names(saved), tensors, _names(state), loaded.tensors)
         if not any(tensors.holds(tensor) for tensor in loaded.tensors.values()):
             return
@@ -250,11 +250,16 @@ def _fill(
 
 def _own_tensors(item: Stateful, name: str) -> dict[str, torch.Tensor]:
     """The object's tensors on CPUs and GPUs, by name; empty unless it is known to accept them as a state."""
-    if type(item).load_state_dict not in _PLAIN:
+    if not _is_plain(item):
         return {}
     encoder = Encoder()
     encoder.encode(item.state_dict(), name)
     return {name: tensor for name, tensor in encoder.tensors.items() if tensor.is_cpu or tensor.is_cuda}
+
+
+def _is_plain(item: Stateful) -> bool:
+    """Whether the object has torch's own `load_state_dict`, which accepts a state whose tensors are the object's."""
+    return type(item).load_state_dict in _PLAIN and (not isinstance(item, Parallel) or _is_plain(item.module))
 
 
 def _copies(item: Stateful) -> bool:
@@ -266,7 +271,7 @@ def _copies(item: Stateful) -> bool:
 
 def _only_reads(item: Stateful) -> bool:
     """Whether the object loads a state by torch's own methods alone."""
-    if type(item).load_state_dict not in _PLAIN:
+    if not _is_plain(item):
         return False
     if not isinstance(item, nn.Module):
         return not getattr(item, "_optimizer_load_state_dict_pre_hooks", None)
@@ -276,5 +281,4 @@ def _only_reads(item: Stateful) -> bool:
     )
 
 
-# These methods accept a state whose tensors are the object's own.
 _PLAIN = (nn.Module.load_state_dict, Parallel.load_state_dict, torch.optim.Optimizer.load_state_dict)
