@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError, SpotrunError
 from spotrun.state import slots
+from spotrun.train import collectives
 from spotrun.train.encoding import Encoder, decode
 from spotrun.train.parallel import Parallel
 from spotrun.train.training_state import TrainingState
@@ -179,3 +181,41 @@ def test_a_model_of_run_ddp_that_changes_what_it_loads_gets_no_snapshot_to_write
         state.objects = {"model": Parallel(module, torch.device("cpu"))}
         assert state.only_reads() == only_reads
         assert bool(state.destinations()) == only_reads
+
+
+class Asking:
+    """Its state comes from this call."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.state_dict = call
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_a_state_that_needs_a_collective_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local rank 0 alone asks for it, so the others would take it for another collective."""
+    calls: list[str] = []
+    monkeypatch.setattr(collectives, "_thread", threading.get_ident())
+    monkeypatch.setattr(collectives, "_see", lambda name, _: calls.append(name), raising=False)
+
+    def allreduce(_: Any) -> float:
+        return 1.0
+
+    guarded = collectives._guarded(allreduce, lambda: None)
+    state = TrainingState(0)
+    state.name({"good": Asking(lambda: 2.0), "bad": Asking(lambda: guarded(1))})
+    with pytest.raises(MisuseError, match=r"run\.track\(bad=…\): state_dict\(\) calls a collective \(allreduce\), but"):
+        state.encode(Encoder())
+    assert calls == []
+    assert guarded(1) == 1.0, "elsewhere, collectives are allowed"
+    assert calls == ["allreduce"]
+
+
+def test_a_state_that_contains_itself_is_an_error() -> None:
+    value: dict[str, Any] = {}
+    value["itself"] = value
+    state = TrainingState(0)
+    state.name({"odd": Asking(lambda: value)})
+    with pytest.raises(MisuseError, match=r"run\.track\(odd=…\): the state is nested too deeply, or contains itself"):
+        state.encode(Encoder())
+    assert collectives.state_of == ""

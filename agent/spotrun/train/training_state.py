@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from spotrun.errors import MisuseError, SpotrunError
 from spotrun.state import slots
+from spotrun.train import collectives
 from spotrun.train.encoding import Encoder, Stateful, decode
 from spotrun.train.parallel import Parallel
 
@@ -76,7 +77,15 @@ class TrainingState:
     def encode(self, encoder: Encoder) -> dict[str, Any]:
         """The state as JSON values; the encoder collects its tensors."""
         run = {"seed": self.seed, "step": self.step, "epoch": self.epoch, "consumed": self.consumed}
-        objects = {name: encoder.encode(item.state_dict(), name) for name, item in self.objects.items()}
+        objects = {}
+        try:
+            for name, item in self.objects.items():
+                collectives.state_of = name
+                objects[name] = encoder.encode(item.state_dict(), name)
+        except RecursionError:
+            raise MisuseError(f"run.track({name}=…): the state is nested too deeply, or contains itself") from None
+        finally:
+            collectives.state_of = ""
         return {"run": run, "objects": objects}
 
     def destinations(self) -> dict[str, torch.Tensor]:
