@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, RandomSampler
 
 from spotrun.errors import SpotrunError
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER
@@ -177,6 +178,22 @@ def test_the_order_of_an_epoch_follows_from_seed_epoch_and_rank() -> None:
     assert order(0, rank=0) == order(0, rank=0, own=8)
     assert order(0, rank=0) != order(0, rank=1)
     assert order(0, rank=0) != order(1, rank=0)
+
+
+def batched(generator: torch.Generator) -> BatchSampler:
+    return BatchSampler(RandomSampler(range(50), generator=generator), 1, drop_last=False)  # type: ignore[arg-type]
+
+
+def alone(generator: torch.Generator) -> RandomSampler:
+    return RandomSampler(range(50), generator=generator)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("own", [{"batch_sampler": batched}, {"batch_size": lambda _: None, "sampler": alone}])
+def test_the_order_of_torchs_samplers_follows_from_seed_epoch_and_rank(own: dict[str, Any]) -> None:
+    """Also inside a batch sampler, and of a loader that makes no batches."""
+    assert order(0, 0, **own) == order(0, 0, 8, **own)
+    assert order(0, 0, **own) != order(0, 1, **own)
+    assert order(0, 0, **own) != order(1, 0, **own)
 
 
 class Dealing(torch.utils.data.Sampler[int]):

@@ -205,7 +205,9 @@ def begin(loader: Any, seed: int, epoch: int, rank: int) -> Iterator[Any]:
     sampler: Any = getattr(loader, "sampler", None)
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    if all(type(each) in _TORCHS for each in (sampler, getattr(loader, "batch_sampler", None))):
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batch_sampler, "sampler", sampler)  # with batch_sampler=…, the loader's own one is not used
+    if type(sampler) in _TORCHS and (batch_sampler is None or type(batch_sampler) in _TORCHS):
         for number, generator in enumerate(getattr(each, "generator", None) for each in (loader, sampler)):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(derive(seed, "loader", number, epoch, rank))

@@ -15,7 +15,7 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import MisuseError, SpotrunError
 
 # Methods of a process group that `torch.distributed` calls for collectives and messages: those of torch 2.13, which
 # calls `all_gather_single`, and those of torch 2.15.
@@ -51,6 +51,7 @@ _LEFT = (
     "torch.distributed.group.WORLD in a variable: leave `group` out of the call"
 )
 MESSAGES = ("recv", "recv_anysource", "send")  # between two ranks
+state_of = ""  # the tracked object whose `state_dict` is called now
 _handle: Callable[[Exception], bool] | None = None  # True: the error is handled, and is not raised
 _thread = 0  # the id of the thread whose errors are handled
 _see: Callable[[str, Iterable[Any]], None]  # gets what that thread gives to collectives
@@ -88,6 +89,11 @@ def _guarded(call: Callable[..., Any], result: Callable[[], Any]) -> Callable[..
     @functools.wraps(call)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == _thread:
+            if state_of:
+                raise MisuseError(
+                    f"run.track({state_of}=…): state_dict() calls a collective ({call.__name__}), but not all workers "
+                    "call state_dict() at the same time. Have the collective in the step, and keep its result"
+                )
             _see(call.__name__, (*args, *kwargs.values()))
         try:
             if isinstance(args[0], c10d.ProcessGroup) and args[0] not in distributed_c10d._world.pg_map:

@@ -1,7 +1,8 @@
 """A training state as JSON and tensors: encodes what state_dict() returns, exactly and without pickle.
 
 JSON values stand for themselves (None, bool, int, finite float, str, list, dict with string keys). Any other value is
-a dict with the key "$": {"$": "tensor", "v": name}, {"$": "tuple", "v": […]} and so on.
+a dict with the key "$": {"$": "tensor", "v": name}, {"$": "tuple", "v": […]} and so on. If the values of a tensor do
+not lie in the usual order (channels_last, transposed), "s" has its strides.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Encoder:
         if isinstance(value, float):  # numpy.float64 is one
             return float(value) if math.isfinite(value) else {"$": "float", "v": repr(float(value))}
         if isinstance(value, torch.Tensor):
-            return {"$": "tensor", "v": self._keep(_plain(value, path), path)}
+            return self._keep("tensor", _plain(value, path), path)
         if kind is dict and "$" not in value and all(type(key) is str for key in value):
             return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
         if kind in (dict, OrderedDict, Counter):
@@ -116,9 +117,13 @@ class Encoder:
         except TypeError:
             raise MisuseError(f"{path} is a numpy {value.dtype} array, which a snapshot cannot hold") from None
         kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
-        return {"$": kind, "v": self._keep(tensor, path)}
+        return self._keep(kind, tensor, path)
 
-    def _keep(self, tensor: torch.Tensor, path: str) -> str:
+    def _keep(self, kind: str, tensor: torch.Tensor, path: str) -> dict[str, Any]:
+        found = {"$": kind, "v": self._name(tensor, path)}
+        return found if tensor.is_contiguous() or not _is_dense(tensor) else {**found, "s": list(tensor.stride())}
+
+    def _name(self, tensor: torch.Tensor, path: str) -> str:
         dense = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
         if not dense or tensor.dtype not in DTYPES:
             what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
@@ -153,19 +158,32 @@ def _plain(tensor: torch.Tensor, path: str) -> torch.Tensor:
     )
 
 
-def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """The value that was encoded. `tensor(name)` returns a tensor; it is called once for each name."""
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether each value has a place of its own, and there are no gaps."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def decode(value: Any, tensor: Callable[[str], torch.Tensor], arrange: bool = True) -> Any:
+    """The value that was encoded. `tensor(name)` returns a tensor; it is called once for each name.
+
+    arrange: give each tensor the strides that it had. The fused kernels of optimizers (torch 2.13) pair values by their
+    place in memory, and a sum in another order may have another last bit.
+    """
     kept: dict[str, torch.Tensor] = {}
 
-    def get(name: str) -> torch.Tensor:
+    def get(encoded: dict[str, Any]) -> torch.Tensor:
+        name, strides = encoded["v"], encoded.get("s")
         if name not in kept:
-            kept[name] = tensor(name)
+            found = tensor(name)
+            if arrange and strides is not None and list(found.stride()) != strides:
+                found = torch.empty_strided(found.shape, strides, dtype=found.dtype, device=found.device).copy_(found)
+            kept[name] = found
         return kept[name]
 
     return _decode(value, get)
 
 
-def _decode(value: Any, get: Callable[[str], torch.Tensor]) -> Any:
+def _decode(value: Any, get: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
     if isinstance(value, list):
         return [_decode(item, get) for item in value]
     if not isinstance(value, dict):
@@ -175,15 +193,15 @@ def _decode(value: Any, get: Callable[[str], torch.Tensor]) -> Any:
         return {key: _decode(item, get) for key, item in value.items()}
     body = value["v"]
     if kind == "tensor":
-        return get(body)
+        return get(value)
     if kind == "float":
         return float(body)
     if kind == "bytes":
         return base64.b64decode(body)
     if kind == "array":
-        return get(body).numpy()
+        return get(value).numpy()
     if kind == "scalar":
-        return get(body).numpy()[()]
+        return get(value).numpy()[()]
     if kind in ("tuple", "size"):
         items = (_decode(item, get) for item in body)
         return tuple(items) if kind == "tuple" else torch.Size(items)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from spotrun.errors import MisuseError
+from spotrun.errors import MisuseError, SpotrunError
 from spotrun.state import slots
+from spotrun.train import collectives
 from spotrun.train.encoding import Encoder, Stateful, decode
 from spotrun.train.parallel import Parallel
 
@@ -76,7 +77,15 @@ class TrainingState:
     def encode(self, encoder: Encoder) -> dict[str, Any]:
         """The state as JSON values; the encoder collects its tensors."""
         run = {"seed": self.seed, "step": self.step, "epoch": self.epoch, "consumed": self.consumed}
-        objects = {name: encoder.encode(item.state_dict(), name) for name, item in self.objects.items()}
+        objects = {}
+        try:
+            for name, item in self.objects.items():
+                collectives.state_of = name
+                objects[name] = encoder.encode(item.state_dict(), name)
+        except RecursionError:
+            raise MisuseError(f"run.track({name}=…): the state is nested too deeply, or contains itself") from None
+        finally:
+            collectives.state_of = ""
         return {"run": run, "objects": objects}
 
     def destinations(self) -> dict[str, torch.Tensor]:
@@ -120,18 +129,76 @@ def load(item: Stateful, saved: Any, tensors: Tensors, own: Mapping[str, torch.T
     workers of a node share. All other objects get copies, and so does an object that kept a view.
     """
     if _copies(item):
-        _give(item, decode(saved, partial(_fill, tensors, own, tensors.view)), own)
+        # A module copies the values to where its own tensors have them.
+        arrange = not isinstance(item, nn.Module)
+        _give(item, decode(saved, partial(_fill, tensors, own, tensors.view), arrange), own)
         loaded = Encoder()
-        loaded.encode(item.state_dict(), "state")
+        state = loaded.encode(item.state_dict(), "state")
+        if not arrange and _is_plain(item):
+            _check_loaded(_names(saved), tensors, _names(state), loaded.tensors)
         if not any(tensors.holds(tensor) for tensor in loaded.tensors.values()):
             return
     _give(item, decode(saved, partial(_fill, tensors, own, tensors.tensor)), own)
 
 
+def _check_loaded(
+    saved: Mapping[str, str], tensors: Tensors, now: Mapping[str, str], loaded: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise `SpotrunError` if a module cannot have the values that were saved.
+
+    torch converts a value to the type that the module's own tensor has. Of two values for one tensor, it keeps the
+    later one. saved, now: names of tensors by the module's names for them.
+    """
+    places: dict[str, str] = {}
+    for key in (key for key in saved if key in now):
+        before, after = tensors.view(saved[key]).dtype, loaded[now[key]].dtype
+        if _loses(before, after):
+            raise SpotrunError(
+                f"{saved[key]} has become {before} in training, but the script's set-up makes it {after}, which cannot "
+                "hold its values: give it this type before run.track"
+            )
+        if (first := places.setdefault(now[key], saved[key])) != saved[key]:
+            raise SpotrunError(
+                f"{first} and {saved[key]} have become two tensors in training, but the script's set-up makes them "
+                "one: make two of them before run.track"
+            )
+
+
+def _names(state: Any) -> dict[str, str]:
+    """The names of the tensors in a module's encoded state, by the module's names for them."""
+    pairs = state["v"] if "$" in state else state.items()
+    return {key: value["v"] for key, value in pairs if isinstance(value, dict) and value.get("$") == "tensor"}
+
+
 def _give(item: Stateful, saved: Any, own: Mapping[str, torch.Tensor] = {}) -> None:
-    item.load_state_dict(saved)
-    if isinstance(item, torch.optim.Optimizer) and _only_reads(item):  # hooks may number the parameters in another way
-        _keep_types(item, saved, own)
+    # Hooks may number the parameters in another way.
+    if not isinstance(item, torch.optim.Optimizer) or not _only_reads(item):
+        item.load_state_dict(saved)
+        return
+    states = {
+        key: {name: None if _has_parts(value) else value for name, value in values.items()}
+        if isinstance(values, dict)
+        else values
+        for key, values in saved["state"].items()
+    }
+    item.load_state_dict({**saved, "state": states})
+    _keep_types(item, saved, own)
+
+
+def _has_parts(value: object) -> bool:
+    """Whether torch (2.13) takes it for a collection, to load each part: then a text is lost, and an array fails."""
+    return isinstance(value, Iterable) and not isinstance(value, torch.Tensor)
+
+
+def _to(device: torch.device, value: Any) -> Any:
+    """The value with its tensors on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return type(value)({key: _to(device, each) for key, each in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(_to(device, each) for each in value)
+    return value
 
 
 def _keep_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -149,10 +216,10 @@ def _keep_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]])
 
 
 def _keep_types(optimizer: torch.optim.Optimizer, saved: Any, own: Mapping[str, torch.Tensor]) -> None:
-    """Put back what has lost precision: torch (2.13) converts a state to the type of its parameter when it loads it.
+    """Put back what has another type now: torch (2.13) converts a state to the type of its parameter when it loads it.
 
-    saved: the state that was loaded, with its tensors. own: those of them that are the optimizer's. An optimizer may
-    also keep something that is no parameter's.
+    Also put in what was not loaded: see `_has_parts`. saved: the whole state, with its tensors. own: those of them that
+    are the optimizer's. An optimizer may also keep something that is no parameter's.
     """
     kept = {id(each) for each in own.values()}
     for index, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
@@ -161,7 +228,9 @@ def _keep_types(optimizer: torch.optim.Optimizer, saved: Any, own: Mapping[str, 
             continue
         for name, value in values.items():
             now = state.get(name)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and _loses(value.dtype, now.dtype):
+            if _has_parts(value):
+                state[name] = _to(parameter.device, value)
+            elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and value.dtype != now.dtype:
                 state[name] = value if id(value) in kept else value.to(now.device, copy=True)
 
 
@@ -190,11 +259,16 @@ def _fill(
 
 def _own_tensors(item: Stateful, name: str) -> dict[str, torch.Tensor]:
     """The object's tensors on CPUs and GPUs, by name; empty unless it is known to accept them as a state."""
-    if type(item).load_state_dict not in _PLAIN:
+    if not _is_plain(item):
         return {}
     encoder = Encoder()
     encoder.encode(item.state_dict(), name)
     return {name: tensor for name, tensor in encoder.tensors.items() if tensor.is_cpu or tensor.is_cuda}
+
+
+def _is_plain(item: Stateful) -> bool:
+    """Whether the object has torch's own `load_state_dict`, which accepts a state whose tensors are the object's."""
+    return type(item).load_state_dict in _PLAIN and (not isinstance(item, Parallel) or _is_plain(item.module))
 
 
 def _copies(item: Stateful) -> bool:
@@ -206,7 +280,7 @@ def _copies(item: Stateful) -> bool:
 
 def _only_reads(item: Stateful) -> bool:
     """Whether the object loads a state by torch's own methods alone."""
-    if type(item).load_state_dict not in _PLAIN:
+    if not _is_plain(item):
         return False
     if not isinstance(item, nn.Module):
         return not getattr(item, "_optimizer_load_state_dict_pre_hooks", None)
@@ -216,5 +290,4 @@ def _only_reads(item: Stateful) -> bool:
     )
 
 
-# These methods accept a state whose tensors are the object's own.
 _PLAIN = (nn.Module.load_state_dict, Parallel.load_state_dict, torch.optim.Optimizer.load_state_dict)
