@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from spotrun.cloud.base import Instance
+from spotrun.head.costs import job_totals
 from spotrun.head.fenced import FencedStore
 from spotrun.head.fleet.record import Recreate, Replacement
 from spotrun.head.fleet.replacements import Record
@@ -311,6 +312,28 @@ def test_times_that_are_not_set_stay_so() -> None:
     found = by_clock(given, NOW)
     assert (found.submitted, found.started, found.idle) == (NOW, None, Idle(since=NOW))
     assert by_clock(found, NOW) is found
+
+
+@pytest.mark.parametrize("connects", [True, False], ids=["its agent connects", "its agent is gone"])
+async def test_idle_time_in_an_outage_is_counted(tmp_path: Path, connects: bool) -> None:
+    """The head was away for ten minutes. The cluster pays for a machine that no job has."""
+    world = World(tmp_path)
+    world.cloud.size["p"] = 1
+    await world.new_head(1).fleet.look()
+    (machine,) = await world.cloud.nodes()
+    before = job_totals.Idle(counted_at=world.clock() - 600, node_seconds=1000.0)
+    world.store.put(idle_key("c"), before.model_dump_json().encode())
+    head = world.new_head(2)
+    if connects:
+        world.receive(machine.name)
+    loops = [asyncio.ensure_future(each) for each in (head.run(), head.scaler.run())]
+    try:
+        await await_for(lambda: head.ledger.idle.node_seconds >= 1600, what="600 s more")
+    finally:
+        for each in loops:
+            each.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+    assert head.ledger.idle.node_seconds < 1700
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.5], ids=["the cloud answers at once", "the cloud answers later"])

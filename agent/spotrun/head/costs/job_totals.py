@@ -94,6 +94,7 @@ def count_idle(idle: Idle, now: float, uses: Uses, rates: Rates) -> Idle:
 def joined(before: Idle, idle: Idle) -> Idle:
     """The sum of what an earlier head and this head have counted."""
     return idle.replace(
+        counted_at=idle.counted_at or before.counted_at,
         node_seconds=before.node_seconds + idle.node_seconds,
         cost=before.cost + idle.cost,
         account=merged((*before.account, *idle.account)),

@@ -84,11 +84,16 @@ class Ledger:
         found = {"idle_cost": idle.cost, "idle_node_seconds": idle.node_seconds, "idle_account": account}
         return found | {"counted_at": self._counted_at}
 
-    async def write(self) -> None:
-        """Keep the cost of idle devices for the next head. A head that dies may lose the last IDLE_EVERY seconds."""
+    async def read(self) -> None:
+        """Read what earlier heads have counted. Call it before the first count, which goes on from there."""
         if self._written is None:
             before = _idle(self._key, await self._fenced.find(self._key))
             self.idle = self._written = job_totals.joined(before, self.idle)
+
+    async def write(self) -> None:
+        """Keep the cost of idle devices for the next head. A head that dies may lose the last IDLE_EVERY seconds."""
+        await self.read()
+        assert self._written is not None
         changed = self.idle.node_seconds != self._written.node_seconds
         if changed and self.idle.counted_at - self._written.counted_at >= IDLE_EVERY:
             await self._fenced.put(self._key, self.idle.model_dump_json().encode())
