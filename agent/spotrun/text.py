@@ -71,6 +71,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def count(number: int, noun: str) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def count(number: int, noun: str, nouns: str = "") -> str:
+    """`1 node`, `2 nodes`. nouns: the plural, unless it is the noun with an `s`."""
+    return f"{number} {noun if number == 1 else nouns or noun + 's'}"

@@ -185,7 +185,7 @@ def test_events_tell_when_saving_begins_to_fail_and_when_it_succeeds_again() -> 
     other = bad.trouble.model_copy(update={"message": "HTTP 403"})
     assert say(bad.model_copy(update={"trouble": other})) == ["a cannot save its part, and tries again: HTTP 403"]
     saved = good.model_copy(update={"parts": (Part(step=48, generation=1, index=0, parts=1, files=()),)})
-    assert say(saved) == ["a saves again, after 3 tries that failed"]
+    assert say(saved) == ["a saves again, after 3 failed tries"]
 
 
 @pytest.mark.parametrize("completed", [None, 24, 48, 72])

@@ -15,6 +15,7 @@ from spotrun.head.planner import notice_fit
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Machine, Misfit, Node, is_taken
 from spotrun.spec import JobSpec
+from spotrun.text import count
 from spotrun.wire import Bundle, JobReport, Order, Report
 
 Send = Callable[[Order], None]
@@ -145,7 +146,8 @@ class Agents:
         if now is not None and (before is None or _words((before.message,)) != _words((now.message,))):
             self._add_event("checkpoint", f"{node} cannot save its part, and tries again: {now.message}")
         elif now is None and before is not None and work.parts:
-            self._add_event("checkpoint", f"{node} saves again, after {before.tries} tries that failed")
+            tries = count(before.tries, "failed try", "failed tries")
+            self._add_event("checkpoint", f"{node} saves again, after {tries}")
 
     def _add_drain_event(self, report: Report, work: JobReport) -> None:
         """An event when the first snapshot of a job shows that no drain will fit into a notice."""

@@ -190,7 +190,7 @@ def _saving(node: Node) -> dict[str, object] | None:
     trouble = node.work.trouble
     if trouble is None:
         return None
-    tries = "1 try" if trouble.tries == 1 else f"{trouble.tries} tries"
+    tries = count(trouble.tries, "try", "tries")
     text = f"{node.name} cannot save its part of the checkpoint of step {trouble.step} ({tries}): {trouble.message}"
     return {"since": trouble.since, "text": text}
 

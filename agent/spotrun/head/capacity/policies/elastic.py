@@ -52,9 +52,8 @@ def _training(job: Demand, here: Zone, found: list[Zone]) -> Placement:
         return _in(job, here, ask(job, here), f"{_name(here)}: {_count(job, here)}{_others(found, here)}")
     best = max(better, key=_score)
     if best.ready >= job.min and pays(job, best, best.ready, here):
-        return _in(
-            job, best, ask(job, best), f"moves to {_name(best)}: {best.ready} machines there, {now} in {here.name}"
-        )
+        there = count(best.ready, "machine")
+        return _in(job, best, ask(job, best), f"moves to {_name(best)}: {there} there, {now} in {here.name}")
     why = f"{_name(here)}: {now} of {job.max} machines; {best.name} is asked for more, to move there"
     return _in(job, here, (*ask(job, here), *ask(job, best)), why)
 
