@@ -12,10 +12,10 @@ import atexit
 import logging
 import os
 import threading
-import time
 from collections import deque
 from itertools import islice
 from pathlib import Path
+from time import monotonic, sleep, time
 from typing import Any, NamedTuple, cast
 
 from spotrun.state import points
@@ -95,7 +95,7 @@ class Metrics:
             self._take_from_gpu(found, gpu)
         self._given += len(found)
         if found:
-            self._waiting.append(_Waiting(step, epoch, samples, between, time.time(), found, bool(gpu)))
+            self._waiting.append(_Waiting(step, epoch, samples, between, time(), found, bool(gpu)))
 
     def log_extra(self, kind: str, step: int, epoch: int, between: bool, values: dict[str, Any]) -> None:
         """Take the texts, images or histograms of a call. Never raises, as `log`."""
@@ -105,7 +105,7 @@ class Metrics:
             if len(self._extras) >= EXTRAS_WAITING:
                 self._warn("many", "run.log_text, _image and _histogram are called too often: some are left out")
             elif known := self._names.get(name) or self._add_name(name):
-                each = Extra(step, time.time(), kind, known, epoch=epoch, between=between)
+                each = Extra(step, time(), kind, known, epoch=epoch, between=between)
                 try:
                     self._extras.append((each, extras.prepare(each, value)))
                 except Exception as error:  # of the value's own class
@@ -143,21 +143,21 @@ class Metrics:
         """Write what was logged so far, but wait for the disk, or a GPU, at most `patience` seconds."""
         if os.getpid() != self._pid:
             return  # a child that the script has forked ends: what waits here is its parent's
-        deadline, given = time.monotonic() + patience, self._given
-        while self._base is not None and self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        deadline, given = monotonic() + patience, self._given
+        while self._base is not None and self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
             try:
                 self._write()
-                while self._extras and time.monotonic() < deadline and self._write_extra():
+                while self._extras and monotonic() < deadline and self._write_extra():
                     pass
             finally:
                 self._lock.release()
-            if (self._done >= given and not self._extras) or time.monotonic() > deadline:
+            if (self._done >= given and not self._extras) or monotonic() > deadline:
                 return
-            time.sleep(0.005)  # a GPU has not computed the numbers yet
+            sleep(0.005)  # a GPU has not computed the numbers yet
 
     def _run(self) -> None:
         while True:
-            time.sleep(EVERY)
+            sleep(EVERY)
             with self._lock:
                 self._write()
             while self._extras:
@@ -165,7 +165,7 @@ class Metrics:
                     self._write()
                     if not self._write_extra():
                         break
-                time.sleep(0)  # otherwise this thread has the lock again before one that waits for it
+                sleep(0)  # otherwise this thread has the lock again before one that waits for it
 
     def _write(self) -> None:
         """Take what is ready from the queue, write it, and show the newest numbers."""
@@ -287,7 +287,7 @@ class Clock:
         self.step_seconds = 0.0
         self.samples = 0
         self.due_at = 0.0
-        self._resumed = time.monotonic()
+        self._resumed = monotonic()
         self.begin()
 
     def begin(self) -> None:
@@ -301,7 +301,7 @@ class Clock:
 
         See `Control.end_step`. Call `resume` if something else comes before the next step.
         """
-        now, ended = time.time(), time.monotonic()
+        now, ended = time(), monotonic()
         took = ended - self._resumed
         self._seen += self.samples
         self.samples = 0
@@ -322,4 +322,4 @@ class Clock:
 
     def resume(self) -> None:
         """The next step begins. If the one before did not count, its samples do not count either."""
-        self._resumed, self.due_at, self.samples = time.monotonic(), 0.0, 0
+        self._resumed, self.due_at, self.samples = monotonic(), 0.0, 0

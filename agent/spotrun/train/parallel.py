@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import is_grad_enabled, nn
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -154,7 +154,7 @@ class Parallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         ddp, used = self._ddp, self._used  # once: reading an attribute of a module is slow
         # Without gradients there is nothing to exchange, and ranks may evaluate different numbers of batches.
-        if ddp is None or not torch.is_grad_enabled():
+        if ddp is None or not is_grad_enabled():
             return self.module(*args, **kwargs)
         if used is not None:
             used.begin(ddp.require_backward_grad_sync)

@@ -11,7 +11,6 @@ are copied in each step.
 from __future__ import annotations
 
 import ctypes
-import functools
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -82,7 +81,7 @@ def _mixed(values: Sequence[int]) -> NDArray[numpy.uint64]:
 
 def seed_all(seeds: Seeds) -> None:
     """Seed all of these generators."""
-    global _last
+    global _last, _cuda
     value, first, of_numpy, of_python = seeds
     if _python is not None:
         _python[:] = of_python
@@ -98,7 +97,9 @@ def seed_all(seeds: Seeds) -> None:
         _seed_numpy(value, of_numpy)
     _last = first
     _seed_torch(value)
-    if _has_cuda():
+    if _cuda is None:
+        _cuda = torch.cuda.is_available()
+    if _cuda:
         torch.cuda.manual_seed_all(value)
 
 
@@ -143,11 +144,6 @@ def _seed_numpy(value: int, state: bytes) -> None:
         _NUMPY.set_state({**_NUMPY.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
 
 
-@functools.cache
-def _has_cuda() -> bool:
-    return torch.cuda.is_available()
-
-
 def _memory(address: int) -> memoryview:
     """The state of a Mersenne Twister that lies there."""
     return memoryview((ctypes.c_uint32 * (_WORDS + 1)).from_address(address)).cast("B")
@@ -175,4 +171,5 @@ _python = _of_python(_PYTHON)
 _shared = _of_numpy(_NUMPY._bit_generator)
 _SHARED = None if _shared is None else _NUMPY._bit_generator
 _words = memoryview(b"") if _shared is None else _shared.cast("I")
+_cuda: bool | None = None  # whether there is CUDA; None: not known yet
 _last = -1  # the first word of the state that NumPy's generator was given last

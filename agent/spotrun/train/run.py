@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from time import monotonic, time
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
 
     seed: of all random numbers in this job. backend: of the process group; default: gloo, and NCCL for CUDA tensors.
     """
-    entered = time.time()
+    entered = time()
     seed = batches.whole_number(seed, f"spotrun.init(seed={seed!r})")
     context, control = Context.from_env(), None
     if context is not None:
@@ -71,7 +71,7 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
         leave_at_exit(run._models)
     if control is not None and context is not None:
         control.pid, control.rank, control.generation = os.getpid(), run.rank, context.generation
-        control.grouped = time.time()
+        control.grouped = time()
     return run
 
 
@@ -270,7 +270,7 @@ class Run:
         raised instead.
         """
         batch, boundary, clock = self._batch, self._boundary, self._clock
-        clock.due_at = clock.due_at or time.monotonic()
+        clock.due_at = clock.due_at or monotonic()
         try:
             (loss if batch.weight == 1 else loss * batch.weight).backward()  # type: ignore[no-untyped-call]
             if failures.void or boundary.exactness is not None:
