@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -94,7 +95,8 @@ class SlotFile:
             aside.join()
 
     def _fill_aside(self, hurry: threading.Event) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)  # on Linux: of this thread
+        with contextlib.suppress(OSError):  # a container may forbid it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)  # on Linux: of this thread
         self._fill(hurry.is_set)
 
     def _fill(self, stops: Callable[[], bool]) -> None:
