@@ -177,8 +177,8 @@ class CloudSite:
             return
         try:
             before = described(document)
-        except SpecError:
-            return  # a document of another version: Terraform will show the change
+        except SpecError as error:  # of another version
+            return self._refuse_nodes(str(error))
         url = self.bucket().url
         self._refuse_move(_place(before, url), _place(self.cluster, url))
         if changes := rebuilds(before, self.cluster):
@@ -209,6 +209,17 @@ class CloudSite:
                 f"{self.file}: {'; '.join(found)}: the cloud would end the others at once. Wait until the jobs have"
                 f" ended, or stop them first: `{self._make('stop')}`; if a failed job keeps a node, let it go:"
                 f" `{self._make('stop', 'ID=…')}`"
+            )
+
+    def _refuse_nodes(self, why: str) -> None:
+        """Raise `SpotrunError` if there are nodes. why: why it is not known what a change would do to them."""
+        with cloud.asking(self.cluster) as ask:
+            nodes = ask(lambda each: each.nodes())
+        if there := sorted(node.name for node in nodes if node.pool != HEAD and node.state in _ALIVE):
+            raise SpotrunError(
+                f"{self.file}: cluster {self.cluster.name} has machines ({_some(there)}), and `{self._make('up')}` may"
+                f" end them at once, because {why}. Wait until the jobs have ended, or stop them first:"
+                f" `{self._make('stop')}`"
             )
 
     def _refuse_contents(self) -> None:
