@@ -48,7 +48,7 @@ class CloudSite:
 
     def plan(self) -> bool:
         preflight.check_tools(self.cluster)
-        return self._stacks(bucket_url(self.cluster, cloud.account(self.cluster))).plan()
+        return self._stacks(bucket_url(self.cluster, self._account)).plan()
 
     def ready(self) -> control.Status:
         """Do `up`, unless a head with this description is there already: then training needs no Terraform."""
@@ -123,6 +123,11 @@ class CloudSite:
         return f"nothing is left of cluster {cluster.name}"
 
     @functools.cached_property
+    def _account(self) -> str:
+        """The account or project of the operator's login."""
+        return cloud.account(self.cluster)
+
+    @functools.cached_property
     def _access(self) -> Access:
         """How to reach the head and the bucket, even before there is a head. A command logs in to the cloud once."""
         folder = home() / "clusters" / self.cluster.name
@@ -130,7 +135,7 @@ class CloudSite:
         private_paths.make_folder(folder)
         key = home() / "id_ed25519"
         ensure_key(key)
-        url = bucket_url(self.cluster, cloud.account(self.cluster))
+        url = bucket_url(self.cluster, self._account)
         store = Store.as_operator(url, self.cluster.region)
         return Access(self.cluster.name, store, transport(self.cluster, key), folder, self.file)
 
@@ -142,7 +147,7 @@ class CloudSite:
         return make_command(self.file, target, *variables)
 
     def _stacks(self, bucket: str) -> stacks.Stacks:
-        """The stacks. Raises `SpotrunError` if the cluster exists in another place than its file says now.
+        """The stacks. Raises `SpotrunError` if the cluster exists in another place than its file and the login say now.
 
         Terraform would look for the cluster in the new place, find nothing, and forget machines that still run in the
         old place.
@@ -150,6 +155,12 @@ class CloudSite:
         made = stacks.synthesize(self.cluster, self.file, home())
         if there := made.place():
             self._refuse_move(there, _place(self.cluster, bucket))
+            # With the key `bucket`, nothing else of a place tells the account.
+            if self.cluster.cloud == "aws" and there.account not in (None, self._account):
+                raise SpotrunError(
+                    f"{self.file}: you are signed in to account {self._account}, and account {there.account} has the"
+                    f" cluster {self.cluster.name}: sign in to that one, or name its profile in AWS_PROFILE"
+                )
         return made
 
     def _refuse_move(self, there: stacks.Place, wanted: stacks.Place) -> None:
@@ -166,8 +177,8 @@ class CloudSite:
             return
         try:
             before = described(document)
-        except SpecError:
-            return  # a document of another version: Terraform will show the change
+        except SpecError as error:  # of another version
+            return self._refuse_nodes(str(error))
         url = self.bucket().url
         self._refuse_move(_place(before, url), _place(self.cluster, url))
         if changes := rebuilds(before, self.cluster):
@@ -200,6 +211,17 @@ class CloudSite:
                 f" `{self._make('stop', 'ID=…')}`"
             )
 
+    def _refuse_nodes(self, why: str) -> None:
+        """Raise `SpotrunError` if there are nodes. why: why it is not known what a change would do to them."""
+        with cloud.asking(self.cluster) as ask:
+            nodes = ask(lambda each: each.nodes())
+        if there := sorted(node.name for node in nodes if node.pool != HEAD and node.state in _ALIVE):
+            raise SpotrunError(
+                f"{self.file}: cluster {self.cluster.name} has machines ({_some(there)}), and `{self._make('up')}` may"
+                f" end them at once, because {why}. Wait until the jobs have ended, or stop them first:"
+                f" `{self._make('stop')}`"
+            )
+
     def _refuse_contents(self) -> None:
         """Raise `SpotrunError` that names what must not be deleted from the bucket: jobs' results, users' data."""
         store = self.bucket()
@@ -230,7 +252,8 @@ class CloudSite:
 def moves(there: stacks.Place, wanted: stacks.Place) -> list[str]:
     """What would change about the cluster's place. Pure."""
     before, after = vars(there), vars(wanted)
-    return [f"{key} is {after[key]} and was {before[key]}" for key in before if before[key] != after[key]]
+    keys = ("cloud", "region", "bucket", "project")
+    return [f"{key} is {after[key]} and was {before[key]}" for key in keys if before[key] != after[key]]
 
 
 def rebuilds(before: ClusterSpec, after: ClusterSpec) -> list[str]:

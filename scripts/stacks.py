@@ -33,18 +33,20 @@ _BUCKETS = {
     "aws_s3_bucket": ("aws", "s3", "region", "bucket"),
     "google_storage_bucket": ("gcp", "gs", "location", "name"),
 }
+_CALLER = "aws_caller_identity"  # what Terraform calls the account whose credentials it has
 _LOCKED = re.compile(r"Error acquiring the state lock.*?\bID: +(\S+)", re.DOTALL)
 _GROUPS = ("aws_autoscaling_group", "google_compute_instance_group_manager")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a cluster stands. bucket: its URL. project: Google's alone."""
+    """Where a cluster stands. bucket: its URL. project: Google's alone. account: AWS's alone; None: not known."""
 
     cloud: str
     region: str
     bucket: str
     project: str | None = None
+    account: str | None = None
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,16 @@ class Stacks:
 
     def place(self) -> Place | None:
         """Where the bucket of stack base is; None: Terraform knows of no bucket."""
-        for resource in self._state("base"):
+        known = self._state("base")
+        callers = [i["attributes"] for each in known if each["type"] == _CALLER for i in each["instances"]]
+        account = next((caller["account_id"] for caller in callers if caller.get("account_id")), None)
+        for resource in known:
             if resource["type"] in _BUCKETS and resource["instances"]:
                 cloud, scheme, region, name = _BUCKETS[resource["type"]]
                 found = resource["instances"][0]["attributes"]
                 # Google writes regions in capitals.
-                return Place(cloud, found[region].lower(), f"{scheme}://{found[name]}", found.get("project"))
+                url = f"{scheme}://{found[name]}"
+                return Place(cloud, found[region].lower(), url, found.get("project"), account)
         return None
 
     def document(self, stack: Stack) -> dict[str, Any]:

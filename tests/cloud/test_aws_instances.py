@@ -54,7 +54,24 @@ REFUSALS: dict[str, tuple[Any, type[CloudError], str]] = {
         "AWS: your account may not do RunInstances (UnauthorizedOperation): grant it in IAM",
     ),
     "expired": (answer("ExpiredToken"), CredentialsError, "have expired (ExpiredToken): sign in again"),
-    "request expired": (answer("RequestExpired"), CredentialsError, "have expired"),
+    "request expired": (
+        answer("RequestExpired", "Request has expired."),
+        CredentialsError,
+        "AWS: the credentials have expired, or the clock of this machine is wrong (RequestExpired): sign in again",
+    ),
+    "a clock that is behind": (
+        answer(
+            "SignatureDoesNotMatch",
+            "Signature expired: 20261130T120000Z is now earlier than 20261130T133000Z (20261130T134500Z - 15 min.)",
+        ),
+        CredentialsError,
+        "AWS: the clock of this machine is wrong (Signature expired: 20261130T120000Z is now earlier than",
+    ),
+    "a clock that is ahead": (
+        answer("SignatureDoesNotMatch", "Signature not yet current: 20261130T150000Z is still later than …"),
+        CredentialsError,
+        "the clock of this machine is wrong (Signature not yet current",
+    ),
     "unknown key": (answer("InvalidClientTokenId"), CredentialsError, "does not know these credentials"),
     "unknown key to EC2": (answer("AuthFailure"), CredentialsError, "does not know these credentials"),
     "throttled": (answer("RequestLimitExceeded"), CloudError, "too many requests, RunInstances was delayed each time"),

@@ -21,6 +21,7 @@ from spotrun.errors import CloudError, SpotrunError, StoreError
 from spotrun.store import (
     Store,
     checkpoint_key,
+    cluster_key,
     head_key,
     host_key,
     kept_key,
@@ -238,6 +239,29 @@ def test_up_of_a_cluster_that_another_checkout_made(
     ):
         at(tmp_path).up()
     assert not any("apply" in call for call in calls(tmp_path))
+
+
+@pytest.mark.parametrize("document", [b'{"format": 2}', b'{"name": "c"}'])
+def test_up_of_a_cluster_of_another_version(
+    document: bytes, aws: Moto, made: stacks.Stacks, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would change is not known, and Terraform ends machines without asking."""
+    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
+    monkeypatch.setattr(cloud_site, "BOOT", 0.0)  # no head comes up here
+    monkeypatch.setenv("STATE", known("aws_autoscaling_group", name="c--head"))
+    (made.folder / "stacks/c-pools/cdk.tf.json").write_text(json.dumps(images(owners=["self"])))
+    aws.image("spotrun-up")
+    for code in ("L-3819A6DF", "L-DB2E81BA"):
+        aws.quota(code, 64)
+    bucket(tmp_path).put(cluster_key("c"), document)
+    said = rf"cluster c has machines \({machine}\), and `make up .*` may end them at once, because the cluster's desc"
+    with pytest.raises(SpotrunError, match=said):
+        at(tmp_path).up()
+    assert not any("apply" in call for call in calls(tmp_path))
+    aws.client("ec2").terminate_instances(InstanceIds=[machine])
+    with pytest.raises(Unreachable, match="the head of cluster c does not come up"):
+        at(tmp_path).up()
+    assert any("apply" in call for call in calls(tmp_path))
 
 
 def test_what_jobs_have_kept_is_never_deleted(aws: Moto, tmp_path: Path) -> None:

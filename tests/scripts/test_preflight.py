@@ -203,6 +203,12 @@ def test_moves(wanted: Place, said: list[str]) -> None:
             Place("gcp", "us-east1", "gs://b", "p"),
         ),
         (known("aws_s3_bucket", bucket="b", region="us-east-1"), Place("aws", "us-east-1", "s3://b")),
+        (
+            known("aws_s3_bucket", bucket="b", region="us-east-1").replace(
+                '"attributes": {}', '"attributes": {"account_id": "1"}'
+            ),
+            Place("aws", "us-east-1", "s3://b", account="1"),
+        ),
     ],
 )
 def test_the_place_of_a_cluster_in_terraforms_state(
@@ -239,6 +245,31 @@ def test_a_cluster_does_not_move(
         with pytest.raises(
             SpotrunError, match=r"(region|bucket) is .* and was .*: a cluster does not move\. .* ALL=1`"
         ):
+            ask()
+    assert {call.split()[1] for call in calls(tmp_path)} == {"init", "state"}
+
+
+def test_another_account_is_refused(
+    aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket that the cluster file names is the same in every account. `down` would forget the machines."""
+    monkeypatch.setattr(cloud_site, "BOOT", 0.0)  # not to wait for a head if it goes on
+    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
+    state = json.loads(known("aws_s3_bucket", bucket="mine", region="us-east-1"))
+    state["resources"][0]["instances"][0]["attributes"]["account_id"] = "111111111111"
+    monkeypatch.setenv("STATE", json.dumps(state))
+    for code in ("L-3819A6DF", "L-DB2E81BA"):
+        aws.quota(code, 64)
+    aws.client("s3").create_bucket(Bucket="mine")
+    text = AWS + "bucket: s3://mine\n"
+    asks: tuple[Callable[[], Any], ...] = (
+        lambda: at(tmp_path, text).up(),
+        lambda: sites.take_down(at(tmp_path, text), force=True),
+        lambda: sites.take_down(at(tmp_path, text), force=True, everything=True),
+        lambda: at(tmp_path, text).plan(),
+    )
+    for ask in asks:
+        with pytest.raises(SpotrunError, match=r"signed in to account 123456789012, and account 111111111111 has the"):
             ask()
     assert {call.split()[1] for call in calls(tmp_path)} == {"init", "state"}
 

@@ -150,6 +150,24 @@ CLUSTER_MISTAKES = {
         GCP + "bucket: gs://spotrun/here\n",
         [":7: bucket: 'gs://spotrun/here': does not fit cloud gcp; allowed: gs://<bucket>"],
     ),
+    **{
+        f"a bucket {url}": (
+            text + f"bucket: {url}\n",
+            [f":{line}: bucket: '{url}': is against the cloud's rules for the names of buckets; choose another"],
+        )
+        for text, line, urls in (
+            (AWS, 6, ["s3://my_bucket", "s3://a..b", "s3://10.0.0.1", "s3://xn--runs", "s3://mine--x-s3"]),
+            (GCP, 7, ["gs://goog-runs", "gs://my-google-runs", "gs://a..b", "gs://10.0.0.1"]),
+        )
+        for url in urls
+    },
+    "a name that no bucket may contain": (
+        GCP.replace("name: a", "name: googles"),
+        [
+            ":1: name: 'googles': would be in the name of the bucket, which Google refuses; choose another, or set"
+            " bucket"
+        ],
+    ),
     "two hyphens": (
         CLUSTER.replace("name: a", "name: a--b"),
         [f":1: name: 'a--b': is not a valid name; allowed: {LABEL}"],

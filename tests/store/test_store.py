@@ -94,6 +94,44 @@ def test_only_the_first_create_succeeds(store: Store) -> None:
     assert store.get("epoch/1") == b"first"
 
 
+def test_a_create_that_s3_has_not_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another write is under way, and may fail. If this counted as done, a block of metrics would be lost."""
+    for name, value in {"ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x", "ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Undecided) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        bucket = Store("s3://bucket", "us-east-1")
+        try:
+            with pytest.raises(StoreError, match="cannot create key: ConditionalRequestConflict: The conditional"):
+                bucket.create("key", b"x")
+            with pytest.raises(StoreError, match="cannot write key: ConditionalRequestConflict: The conditional"):
+                bucket.replace("key", b"x", None)
+        finally:
+            server.shutdown()
+
+
+class Undecided(BaseHTTPRequestHandler):
+    """S3 while another client writes. https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html"""
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        code = "<Code>ConditionalRequestConflict</Code>"
+        self._say(409, f"<Error>{code}<Message>The conditional request cannot succeed.</Message></Error>")
+
+    def do_GET(self) -> None:
+        self._say(404, "<Error><Code>NoSuchKey</Code><Message>There is none.</Message></Error>")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _say(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
 def test_list_and_delete(store: Store) -> None:
     for key in ("jobs/a/2", "jobs/a/1", "jobs/ab/1"):
         store.put(key, b"")

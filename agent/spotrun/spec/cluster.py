@@ -24,6 +24,7 @@ from spotrun.errors import SpecError
 from spotrun.spec.fields import BOOL, DURATION, INTERVAL, LABEL, Bool, Duration, Int, Interval, Spec, Str, label
 from spotrun.spec.file import Conflict, File, Place, nearest, refuse
 from spotrun.spec.machine_types import EFA_ISLAND, EFAS, GPUS, NVLINK_5, OLD_GPUS
+from spotrun.spec.names import is_refused
 from spotrun.spec.notices import GCE_LONG_NOTICE
 
 FORMAT = 1  # of the description in the bucket; a new key does not change it
@@ -306,6 +307,10 @@ def _address_conflicts(spec: ClusterSpec) -> Iterator[Conflict]:
         scheme != _SCHEMES[spec.cloud] or (spec.cloud != "local" and not re.fullmatch(bucket, spec.bucket))
     ):
         yield ("bucket",), f"does not fit cloud {spec.cloud}; allowed: {_BUCKET_FORMS[spec.cloud]}"
+    elif spec.bucket and is_refused(spec.bucket):
+        yield ("bucket",), "is against the cloud's rules for the names of buckets; choose another"
+    elif spec.cloud == "gcp" and not spec.bucket and is_refused(f"gs://spotrun-{spec.name}"):
+        yield ("name",), "would be in the name of the bucket, which Google refuses; choose another, or set bucket"
     boundary = spec.permissions_boundary
     if spec.cloud == "aws" and boundary is not None and not _is_policy(boundary, spec.region):
         yield ("permissions_boundary",), "is not the ARN of a policy in this region's part of AWS; allowed: " + _POLICY

@@ -5,6 +5,7 @@ Cluster and pool names contain no double hyphen (see `fields.label`), so `--` se
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +23,13 @@ GPUS, EFAS = "spotrun-gpus", "spotrun-efas"
 # In a pool's metadata on Google Cloud: seconds between the notice of a preemption, or of maintenance, and the end.
 # Without them: 30 and 60.
 PREEMPT_NOTICE, MAINTENANCE_NOTICE = "spotrun-preempt-notice", "spotrun-maintenance-notice"
+# Names that a cloud gives to no bucket.
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html
+# https://cloud.google.com/storage/docs/buckets#naming
+_REFUSED = {
+    "gs": r"goog.*|.*google.*|.*\.\..*|[\d.]+",
+    "s3": r".*_.*|.*\.\..*|[\d.]+|(xn--|sthree-|amzn-s3-demo-).*|.*(-s3alias|--ol-s3|--x-s3|\.mrap)",
+}
 
 
 def group(cluster: str, pool: str) -> str:
@@ -42,3 +50,9 @@ def bucket(cluster: ClusterSpec, account: str) -> str:
 
 def bucket_url(cluster: ClusterSpec, account: str) -> str:
     return f"{'gs' if cluster.cloud == 'gcp' else 's3'}://{bucket(cluster, account)}"
+
+
+def is_refused(url: str) -> bool:
+    """Whether the cloud would refuse to make a bucket of this name, though its characters are right."""
+    scheme, _, name = url.partition("://")
+    return scheme in _REFUSED and re.fullmatch(_REFUSED[scheme], name) is not None

@@ -45,6 +45,9 @@ _RANGE, _AT_ONCE = 32 << 20, 4  # bytes of a download's part, and how many parts
 _LOCK = 10.0  # seconds to wait while another process replaces an object in the same folder
 # An error in the answer of S3 or GCS. S3's is on another line than the error's number.
 _SAID = re.compile(r"<Code>([^<]+)</Code>\s*<Message>([^<]+)</Message>")
+# S3's refusal during another write or removal of the object, which may fail: nobody has written yet. obstore does not
+# tell this from an object that exists. https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html
+_UNDECIDED = "ConditionalRequestConflict"
 # A bucket that does not exist is a FileNotFoundError, a key that no bucket can have (a//b, ../a) a ValueError.
 _ERRORS = (BaseError, OSError, ValueError)
 
@@ -146,7 +149,9 @@ class Store:
         with self._asking("create", key):
             try:
                 obstore.put(self._quick, key, data, mode="create")
-            except AlreadyExistsError:
+            except AlreadyExistsError as error:
+                if _UNDECIDED in str(error):
+                    raise
                 return False
         return True
 
@@ -170,10 +175,12 @@ class Store:
                 mode: Any = "create" if version is None else dict(version)
                 folder = isinstance(self._store, LocalStore) and version is not None
                 return _version(obstore.put(self._quick, key, data, mode="overwrite" if folder else mode))
-        except (AlreadyExistsError, PreconditionError):
+        except (AlreadyExistsError, PreconditionError) as error:
             there, found = self.read(key)
             if there == data and found is not None:
                 return found
+            if _UNDECIDED in str(error):
+                raise StoreError(f"{self.url}: cannot write {key}: {_why(error)}") from None
             if isinstance(self._store, LocalStore) and Path(str(self._store.prefix), key).is_dir():
                 raise StoreError(f"{self.url}: cannot write {key}: a folder is in its place") from None
             raise ConflictError(f"{self.url}: another process has written {key}") from None

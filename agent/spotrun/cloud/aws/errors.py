@@ -30,7 +30,7 @@ QUOTA = {
     "VolumeLimitExceeded",
 }
 THROTTLED = {"RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"}
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired"}
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException"}
 _UNKNOWN = {
     "AuthFailure",
     "InvalidAccessKeyId",
@@ -41,6 +41,9 @@ _UNKNOWN = {
 }
 _DENIED = {"AccessDenied", "AccessDeniedException", "UnauthorizedOperation"}
 
+# Words about a request whose time differs from AWS's by more than 15 minutes:
+# https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_sigv-troubleshooting.html
+_SKEWED = re.compile(r"Signature (expired|not yet current)")
 # Auto Scaling's words where it does not give a code.
 _WORDS: tuple[tuple[Literal["stockout", "quota"], str], ...] = (
     ("stockout", r"(no Spot|insufficient|not have enough) capacity|not? (currently )?have sufficient .{1,40} capacity"),
@@ -99,6 +102,11 @@ def _answer(code: str, message: str, operation: str) -> CloudError:
         return StockoutError(f"AWS: {said}")
     if code in QUOTA:
         return QuotaError(f"AWS: {said}; ask for more in Service Quotas")
+    if _SKEWED.match(message):
+        return CredentialsError(f"AWS: the clock of this machine is wrong ({message}): set it, for example with NTP")
+    if code == "RequestExpired":  # EC2 says this of both
+        why = f"the credentials have expired, or the clock of this machine is wrong ({code})"
+        return CredentialsError(f"AWS: {why}: {_SIGN_IN}, or set the clock")
     if code in _EXPIRED:
         return CredentialsError(f"AWS: the credentials have expired ({code}): {_SIGN_IN}")
     if code in _UNKNOWN:
