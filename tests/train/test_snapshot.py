@@ -32,7 +32,7 @@ from spotrun.train import slot_files
 from spotrun.train.encoding import DTYPES, Encoder, decode
 from spotrun.train.group_health import GroupHealth
 from spotrun.train.schedule import CHECK_EVERY, next_check, pays
-from spotrun.train.slot_files import Reader, SlotFile, layout
+from spotrun.train.slot_files import ASIDE, Reader, SlotFile, layout
 from spotrun.train.snapshot import EAGER, Writer
 from spotrun.train.staging import Staging
 from tests.helpers import wait_for
@@ -455,6 +455,24 @@ def test_a_slot_is_filled_with_time_that_nobody_needs(
     assert priorities == [19] * aside + [usual] * (len(places) - aside)
     assert usual < 19
     assert aside == min(hurries_at, len(places)) == min(hurries_at, 9)  # 8 MB, and the header
+
+
+def test_a_slot_does_not_wait_long_for_free_time(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine whose processors are all busy, there would be no snapshot for a long time."""
+    populate = slot_files._populate
+    aside = []
+
+    def note(mapped: mmap.mmap, start: int, stop: int) -> None:
+        aside.append(threading.current_thread().name == "slot-pages")
+        if len(aside) == 2:
+            monkeypatch.setattr(slot_files, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ASIDE))
+        populate(mapped, start, stop)
+
+    monkeypatch.setattr(slot_files, "_populate", note)
+    file = SlotFile.create(memory / "slot", layout({"x": torch.ones(2 << 20)}))
+    file.fill(threading.Event())
+    assert file.filled
+    assert aside == [True] * 2 + [False] * 7
 
 
 @pytest.mark.parametrize("wait", [True, False])

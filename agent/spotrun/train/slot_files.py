@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from spotrun.train.encoding import DTYPES, TORCH
 SMALL = 4096  # bytes of a tensor that is not worth sharing
 _POPULATE = 1 << 20  # bytes in one call that fills a map with pages: no other thread can map memory meanwhile
 _LOWEST = 19  # priority of a thread: all others come first
+ASIDE = 10.0  # seconds for which a slot's pages may wait for free time: without them, there is no snapshot
 TRIES = 3  # after so many tries, the pages of a slot are no longer filled beside training
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
 _libc = ctypes.CDLL(None)
@@ -84,20 +86,23 @@ class SlotFile:
     def fill(self, hurry: threading.Event | None = None) -> None:
         """Fill the map with pages.
 
-        hurry: use only time that nothing else on this machine needs, and stop when this is set: the next call goes on.
+        hurry: for the first `ASIDE` seconds, use only time that nothing else on this machine needs. Stop when this is
+        set: the next call goes on.
         """
-        self.tries += hurry is not None
         if hurry is None:
-            self._fill(lambda: False)
-        else:  # a thread of its own: without privileges, a thread cannot raise its priority again
-            aside = threading.Thread(target=self._fill_aside, args=(hurry,), name="slot-pages", daemon=True)
-            aside.start()
-            aside.join()
+            return self._fill(lambda: False)
+        self.tries += 1
+        # A thread of its own: without privileges, a thread cannot raise its priority again.
+        aside = threading.Thread(target=self._fill_aside, args=(hurry,), name="slot-pages", daemon=True)
+        aside.start()
+        aside.join()
+        self._fill(hurry.is_set)
 
     def _fill_aside(self, hurry: threading.Event) -> None:
+        until = time.monotonic() + ASIDE
         with contextlib.suppress(OSError):  # a container may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)  # on Linux: of this thread
-        self._fill(hurry.is_set)
+        self._fill(lambda: hurry.is_set() or time.monotonic() > until)
 
     def _fill(self, stops: Callable[[], bool]) -> None:
         while not self.filled and not stops():
