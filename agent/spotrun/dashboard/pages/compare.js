@@ -79,7 +79,7 @@ function jobs(state) {
 // A long run's curves come in several answers, each with more of the run.
 async function readRun(id, entry) {
   const path = `api/runs/${encodeURIComponent(id)}`;
-  const names = metric ? `?names=${encodeURIComponent(metric)}` : "";
+  const names = metric ? `?names=${curves.plain(metric)}` : "";
   entry.busy = true;
   try {
     let [found, timeline] = await Promise.all([ask(`${path}/curves${names}`), ask(`${path}/timeline`)]);
