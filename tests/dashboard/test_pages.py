@@ -354,6 +354,22 @@ def test_values_that_are_not_numbers_are_counted(site: Site) -> None:
     assert site.page.get_by_text("good: NaN").count() == 0
 
 
+DIFFERENCES = """async (runs) => {
+  const { differences } = await import("/pages/parallel.js");
+  const found = differences(runs.map((args) => ({ id: "x", run: { spec: { args }, cost: 1 } })), "");
+  return [found.titles, found.rows];
+}"""
+
+
+def test_arguments_with_names_of_javascript_are_compared(site: Site) -> None:
+    site.open("run")
+    runs = [["--constructor", "a", "--__proto__=1"], ["--__proto__=2"], []]
+    titles, rows = site.page.evaluate(DIFFERENCES, runs)
+    assert titles == ["__proto__", "constructor"]
+    none = "\N{EN DASH}"
+    assert rows == [["1", "a"], ["2", none], [none, none]]
+
+
 CHART = """async () => {
   const { Chart } = await import("/pages/chart.js");
   const chart = window.chart = new Chart("loss");
