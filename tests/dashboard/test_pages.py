@@ -354,6 +354,21 @@ def test_values_that_are_not_numbers_are_counted(site: Site) -> None:
     assert site.page.get_by_text("good: NaN").count() == 0
 
 
+@pytest.mark.parametrize(("where", "field"), [("jobs", "Filter jobs"), ("compare", "Filter runs")])
+def test_a_filter_says_that_there_are_older_jobs(site: Site, where: str, field: str) -> None:
+    """Only the newest ones are loaded, so a job that the filter does not find may exist."""
+    page = site.page
+    found = {"rows": [{"id": "new", "phase": "succeeded", "ended": 1.0}], "more": True}
+    page.route("**/api/jobs?*", lambda route: route.fulfill(json=found))
+    site.open(where)
+    page.evaluate("text => stream.onmessage({ data: text })", json.dumps({"live": True, "overview": {"jobs": []}}))
+    expect(page.get_by_role("link", name="new")).to_be_visible()
+    note = page.get_by_text("The filter looks at the newest 1")
+    expect(note).to_have_count(0)
+    page.get_by_label(field).fill("old")
+    expect(note).to_be_visible()
+
+
 DIFFERENCES = """async (runs) => {
   const { differences } = await import("/pages/parallel.js");
   const found = differences(runs.map((args) => ({ id: "x", run: { spec: { args }, cost: 1 } })), "");
