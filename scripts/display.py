@@ -225,7 +225,7 @@ def clock(at: float) -> str:
 
 def number(value: float | None) -> str:
     """Four significant digits. None stands for a number that is not finite: JSON has null for it."""
-    return "nan" if value is None else f"{value:.4g}"
+    return "nan or inf" if value is None else f"{value:.4g}"
 
 
 def values(metrics: Status) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class EventFile:
 
     def add(self, name: str, points: Points, start: int = 0) -> int:
         """Write the points of a curve, from row `start` on. Returns how many."""
-        tag, kind = line(name), self._summaries.Summary
+        tag, kind = _tag(name), self._summaries.Summary
         for row in range(start, len(points)):
             summary = kind(value=[kind.Value(tag=tag, simple_value=points.values[row])])
             event = self._events.Event(step=points.steps[row], wall_time=points.times[row], summary=summary)
@@ -47,6 +48,11 @@ class EventFile:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _tag(name: str) -> str:
+    """A name without control characters. Different names get different tags: TensorBoard would mix their curves."""
+    return "".join(each if line(each) == each else json.dumps(each)[1:-1] for each in name)
 
 
 def library(name: str, extra: str, what: str = "") -> Any:

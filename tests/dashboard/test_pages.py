@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 from spotrun.dashboard.curves import NAMES
 from spotrun.dashboard.live import Live
 from spotrun.dashboard.server import PAGES, TYPES
-from tests.e2e.browser import opened
+from tests.e2e.browser import FITS, opened
 from tests.e2e.harness import PATIENCE
 
 expect.set_options(timeout=PATIENCE * 1000)
@@ -117,7 +117,7 @@ class Site:
         documents: dict[str, Any] = {
             "": self._run(run),
             "timeline": TIMELINE,
-            "curves": self._curves(run, query.get("names", [""])[0].split("\n")),
+            "curves": self._curves(run, [unquote(name) for name in query.get("names", [""])[0].split("\n")]),
             "logged": {"stamp": "1", "items": None if query.get("have") == ["1"] else [item], "left_out": 0},
             "logs": [LOG],
             "log": {"text": f"text of {run}", "start": 0, "end": 9, "size": 9},
@@ -314,6 +314,34 @@ def test_long_names_are_asked_for_in_several_requests(site: Site) -> None:
     assert site.page.locator(".error").count() == 0
 
 
+def test_a_name_with_a_line_break_is_asked_for(site: Site) -> None:
+    names = ["a\nb", "a", "50%0A"]
+    site.curves["b"] = [curve(name, [1.0, 2.0]) for name in names]
+    site.page.clock.install()
+    site.open("run/b")
+    charts = site.page.locator("figure.chart h3")
+    expect(charts).to_have_count(3)
+    before = site.count("/api/runs/b/curves")
+    site.page.clock.run_for(4000)  # from now on, the page asks for the names that it knows
+    site.until(lambda: site.count("/api/runs/b/curves") > before, "one more look")
+    site.draw(7)
+    assert charts.all_text_contents() == names
+
+
+def test_odd_names_are_compared(site: Site) -> None:
+    """A name with a line break is asked for once, and a long one does not make the page wider than a phone."""
+    site.page.set_viewport_size({"width": 360, "height": 740})
+    names = [*(f"n{number:02d}" for number in range(NAMES)), "z\nb", "n" * 200]  # more than one answer has
+    site.curves["a"] = [curve(name, [1.0, 2.0]) for name in names]
+    site.open("compare?runs=a")
+    site.page.get_by_label("Of", exact=True).select_option("z\nb")
+    expect(site.page.get_by_role("img", name="z b. a: 2 points, last 2")).to_be_visible()
+    assert site.page.evaluate(FITS)
+    before = site.count("/api/runs/a/curves")
+    site.page.wait_for_timeout(1500)  # the page draws every 400 ms if an answer lacks what it has asked for
+    assert site.count("/api/runs/a/curves") == before
+
+
 def test_values_that_are_not_numbers_are_counted(site: Site) -> None:
     """JSON has null for them. A value of 0 cannot be drawn on a logarithmic axis, and is a number."""
     site.curves["a"] = [curve("loss", [1.0, 0.0, None, 2.0, None]), curve("good", [1.0, 0.0])]
@@ -324,6 +352,37 @@ def test_values_that_are_not_numbers_are_counted(site: Site) -> None:
     expect(site.page.get_by_role("img", name=re.compile("^good. good: 2 points, last [^0]$"))).to_be_visible()
     expect(note).to_be_visible()
     assert site.page.get_by_text("good: NaN").count() == 0
+
+
+@pytest.mark.parametrize(("where", "field"), [("jobs", "Filter jobs"), ("compare", "Filter runs")])
+def test_a_filter_says_that_there_are_older_jobs(site: Site, where: str, field: str) -> None:
+    """Only the newest ones are loaded, so a job that the filter does not find may exist."""
+    page = site.page
+    found = {"rows": [{"id": "new", "phase": "succeeded", "ended": 1.0}], "more": True}
+    page.route("**/api/jobs?*", lambda route: route.fulfill(json=found))
+    site.open(where)
+    page.evaluate("text => stream.onmessage({ data: text })", json.dumps({"live": True, "overview": {"jobs": []}}))
+    expect(page.get_by_role("link", name="new")).to_be_visible()
+    note = page.get_by_text("The filter looks at the newest 1")
+    expect(note).to_have_count(0)
+    page.get_by_label(field).fill("old")
+    expect(note).to_be_visible()
+
+
+DIFFERENCES = """async (runs) => {
+  const { differences } = await import("/pages/parallel.js");
+  const found = differences(runs.map((args) => ({ id: "x", run: { spec: { args }, cost: 1 } })), "");
+  return [found.titles, found.rows];
+}"""
+
+
+def test_arguments_with_names_of_javascript_are_compared(site: Site) -> None:
+    site.open("run")
+    runs = [["--constructor", "a", "--__proto__=1"], ["--__proto__=2"], []]
+    titles, rows = site.page.evaluate(DIFFERENCES, runs)
+    assert titles == ["__proto__", "constructor"]
+    none = "\N{EN DASH}"
+    assert rows == [["1", "a"], ["2", none], [none, none]]
 
 
 CHART = """async () => {

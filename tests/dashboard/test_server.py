@@ -18,7 +18,9 @@ from spotrun.dashboard import history, logs, records, runs
 from spotrun.dashboard.records import Records
 from spotrun.dashboard.server import READERS, Dashboard
 from spotrun.head import journal, overview
-from spotrun.store import Store, job_key, log_key, queue_key
+from spotrun.state import points
+from spotrun.state.points import Call, Header
+from spotrun.store import Store, job_key, log_key, metrics_key, queue_key
 from spotrun.wire import QueueRecord
 from tests.dashboard.site import TOKEN, Page, opened
 from tests.head.world import CODE, JOB, World, asked, stepping
@@ -229,6 +231,15 @@ async def test_names_and_logs_stay_text(world: World, page: Page) -> None:
     async with page.session.get(f"{page.url}/api/runs/{job}/log?generation=1&node=a&rank=0") as response:
         assert response.content_type == "application/json"
         assert (await response.json())["text"] == "<script>alert(1)</script>\nred\n"
+
+
+async def test_curves_of_names_with_line_breaks(world: World, page: Page) -> None:
+    job = await submitted(world)
+    lines = [Header(job, 1, 0, 0), Call(1, 100.0, {"a\nb": 1.0, "a": 2.0, "50%0A": 3.0})]
+    world.store.put(metrics_key(job, 1, 1), points.compress(b"".join(map(points.line, lines))))
+    await page.enter()
+    _, found = await page.get(f"/api/runs/{job}/curves?names=a%250Ab%0A50%25250A")
+    assert [(each["name"], each["count"]["values"]) for each in found["curves"]] == [("a\nb", [1.0]), ("50%0A", [3.0])]
 
 
 @pytest.mark.parametrize("job", ["../../x", "%2e%2e%2fx", "none", "A", "a" * 300, "a%00b"])

@@ -91,6 +91,24 @@ def test_tensorboard(bucket: Store, tmp_path: Path) -> None:
     assert values[1][2] == pytest.approx(1 / 3, rel=1e-6)
 
 
+def test_tensorboard_keeps_names_apart(tmp_path: Path) -> None:
+    """TensorBoard takes curves of one tag for one curve."""
+    names = ["a b", "a\nb", "a\tb", "red", "\x1b[31mred\x1b[0m", " ", "\r", "ünï"]
+    found = store(tmp_path / "bucket", job(1))
+    text = points.line(Header(JOB, 1, 0, 0)) + points.line(Call(1, 100.0, dict.fromkeys(names, 1.0)))
+    found.put(metrics_key(JOB, 1, 1), points.compress(text))
+    export(found, "tensorboard", tmp_path / "out")
+    (path,) = (tmp_path / "out").glob("events.*")
+    data, tags = path.read_bytes(), list[str]()
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        tags += [each.tag for each in Event.FromString(data[12 : 12 + length]).summary.value]
+        data = data[16 + length :]
+    assert len(set(tags)) == len(tags) == len(names)
+    assert {"a b", "a\\nb", "ünï"} <= set(tags)
+    assert not any(ord(each) < 32 for tag in tags for each in tag)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

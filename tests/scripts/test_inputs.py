@@ -257,6 +257,7 @@ def test_json_has_no_nan(standin: Machines, fab: Fab) -> None:
     assert json.loads(out, parse_constant=refuse)["job"]["metrics"] == {"loss": None, "norm": None}
     standin.write(status_json=status(step=1, metrics={"loss": None}))
     assert "loss nan" in fab("status")[1]
+    assert "loss nan or inf" in fab("status")[1], "JSON has null for both"
 
 
 def test_the_error_about_an_unreachable_head_is_json_too(standin: Machines, fab: Fab) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from spotrun.dashboard.records import Records
 from spotrun.history.curves import Curve, Points, thin_curve
@@ -29,8 +30,8 @@ class Shelf:
     def read(self, job: str, query: Mapping[str, str]) -> dict[str, Any]:
         """The names that the run has logged, those of losses first, and some curves.
 
-        Query: `names`, one in each line; default: the first ones. Waits for the bucket. Raises `JobNotFound`,
-        `StoreError`.
+        Query: `names`, one in each line, with `%0A` for a line break in a name, and `%25` for %; default: the first
+        ones. Waits for the bucket. Raises `JobNotFound`, `StoreError`.
         Each curve: the points that count, and the void ones, as lists of steps, times (epoch seconds), samples, values.
         `unread`: blocks that are not in the curves yet. The next call goes on with them.
         """
@@ -39,7 +40,7 @@ class Shelf:
         with lock:
             reader.update(seconds=PATIENCE)
             names = sorted(reader.names, key=lambda name: ("loss" not in name.lower(), name))
-            asked = [name for name in query.get("names", "").split("\n") if name][: 4 * NAMES]
+            asked = [unquote(name) for name in query.get("names", "").split("\n") if name][: 4 * NAMES]
             chosen = [name for name in asked if name in names] if asked else names[:NAMES]
             curves = [_drawn(thin_curve(reader.curve(name), DRAWN)) for name in chosen]
             bases = [[each.generation, each.base] for each in reader.headers.values()]

@@ -79,7 +79,7 @@ function jobs(state) {
 // A long run's curves come in several answers, each with more of the run.
 async function readRun(id, entry) {
   const path = `api/runs/${encodeURIComponent(id)}`;
-  const names = metric ? `?names=${encodeURIComponent(metric)}` : "";
+  const names = metric ? `?names=${curves.plain(metric)}` : "";
   entry.busy = true;
   try {
     let [found, timeline] = await Promise.all([ask(`${path}/curves${names}`), ask(`${path}/timeline`)]);
@@ -173,6 +173,7 @@ function picker(all, group) {
       groups.length ? el("label", {}, " or all runs of the group ", el("select", { "aria-label": "Group", onchange: (event) => choose(event.target.value ? `?group=${encodeURIComponent(event.target.value)}` : "") },
         ["", ...groups].map((name) => el("option", { value: name, selected: name === (group ?? "") }, name || "–")))) : ""),
     table(["", "run", "phase", "group", "step", "cost"], good.map((row) => [row.id, box(row.id), el("a", { href: job(row.id) }, row.id), badge(row.phase), row.group ?? "", number(row.step), money(row.cost)])),
+    more && filter ? el("p", { class: "quiet" }, `The filter looks at the newest ${number(all.length)} runs only.`) : "",
     more ? el("button", { type: "button", onclick: () => load(rows.at(-1)?.id) }, "Older runs") : "",
   ];
 }

@@ -34,11 +34,14 @@ export async function look(path) {
   }
 }
 
+// A name as the server reads it in `names`: without line breaks, which end a name there.
+export const plain = (name) => encodeURIComponent(name.replace(/[%\n]/g, encodeURIComponent));
+
 // The names as parts of addresses, in as many requests as they need. One request without names asks for the first ones.
 function requests(names) {
   const found = [[]];
   let size = 0;
-  for (const name of names.map((each) => encodeURIComponent(`${each}\n`))) {
+  for (const name of names.map((each) => `${plain(each)}%0A`)) {
     size += name.length;
     if (found.at(-1).length && (size > LONGEST || found.at(-1).length === ASKED)) {
       found.push([]);

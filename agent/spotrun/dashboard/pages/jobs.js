@@ -51,6 +51,7 @@ export function draw(state) {
     unended.length ? "" : el("p", { class: "quiet" }, "No job is waiting or running. `make train JOB=…` runs one."),
     el("section", { "data-key": "ended", "aria-label": "Ended jobs" }, el("h2", {}, "Ended"),
       others.length ? list(others.filter(good), false) : el("p", { class: "quiet" }, loading ? "Loading …" : "None."),
+      more && filter ? el("p", { class: "quiet" }, `The filter looks at the newest ${number(ended.length)} jobs only.`) : "",
       more ? el("button", { type: "button", onclick: () => load(ended.at(-1)?.id) }, "Older jobs") : ""),
   );
 }

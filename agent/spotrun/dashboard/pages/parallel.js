@@ -7,7 +7,7 @@ const LOGARITHMIC = 100; // greatest ÷ least value from which on an axis is log
 
 // The arguments of a run's script: `--lr 0.1`, `--lr=0.1`, or a flag.
 export function options(args) {
-  const found = {};
+  const found = Object.create(null); // an argument may be called --constructor
   for (let at = 0; at < args.length; at += 1) {
     if (!args[at].startsWith("--")) continue;
     const [name, ...value] = args[at].slice(2).split("=");
@@ -23,7 +23,7 @@ function axes(runs, metric) {
   const own = runs.map(({ run }) => options(run.spec.args ?? []));
   const names = [...new Set(own.flatMap(Object.keys))].filter((name) => new Set(own.map((each) => each[name])).size > 1);
   const found = names.sort().slice(0, AXES - 2).map((name) => ({ name, values: own.map((each) => each[name] ?? "–") }));
-  if (metric) found.push({ name: `last ${metric}`, values: runs.map(({ run }) => run.metrics?.[metric] ?? "–") });
+  if (metric) found.push({ name: `last ${metric}`, values: runs.map(({ run }) => (Object.hasOwn(run.metrics ?? {}, metric) ? run.metrics[metric] ?? "–" : "–")) });
   found.push({ name: "cost", values: runs.map(({ run }) => run.cost), text: (value) => money(value, 4) });
   return found.map(scaled);
 }
