@@ -246,15 +246,14 @@ clean: ## remove the set-up and all caches; the local clusters' state (.spotrun)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(call install,train$(comma)local$(comma)operator$(comma)examples)
-	@touch $@
 
 $(VENV)/.installed-gcp $(VENV)/.installed-aws: $(VENV)/.installed-%: pyproject.toml constraints.txt
 	@$(call install,train$(comma)local$(comma)operator$(comma)examples$(comma)infra$(comma)$*)
-	@touch $(VENV)/.installed $@
+	@touch $(VENV)/.installed
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt
 	@$(call install,train$(comma)local$(comma)operator$(comma)examples$(comma)infra$(comma)gcp$(comma)aws$(comma)dev)
-	@touch $(VENV)/.installed $(VENV)/.installed-gcp $(VENV)/.installed-aws $@
+	@touch $(VENV)/.installed $(VENV)/.installed-gcp $(VENV)/.installed-aws
 
 # In another virtual environment: checkov pins old versions of packages that the clouds' packages need.
 $(CHECKOV)/.installed: .ci/checkov.txt
@@ -265,10 +264,10 @@ $(CHECKOV)/.installed: .ci/checkov.txt
 
 comma := ,
 # Make the virtual environment, unless it is there and has pip, which comes last: an earlier make may have been
-# interrupted. Then install the project with these extras. All output goes to stderr: stdout is for the target's own
-# answer. pip does not compile, because it would compile one module after the other, most of them of Terraform's
-# providers, of which few are ever loaded.
-# Two makes at the same time would break each other's installation. So one waits, and then finds what it needs. The lock
+# interrupted. Then install the project with these extras, and touch the target. All output goes to stderr: stdout is for
+# the target's own answer. pip does not compile, because it would compile one module after the other, most of them of
+# Terraform's providers, of which few are ever loaded.
+# Two makes at the same time would break each other's installation. So one waits, and then looks at its target. The lock
 # is that of file 9. It belongs to this shell, and ends with it. flock is not on all systems, and Python is.
 define install
 mkdir -p $(VENV); exec 9>>$(VENV)/.lock; lock='import fcntl, sys; fcntl.flock(9, fcntl.LOCK_EX | int(sys.argv[1]))'; \

@@ -80,7 +80,10 @@ class Copier:
             copying.doubt()
 
     def settle(self, timeout: float | None = None) -> None:
-        """Wait until the work in the thread is done. Raises its error, or `TimeoutError`."""
+        """Wait until the work in the thread is done. Raises its error, or `TimeoutError`.
+
+        The filling of a slot with pages stops: a later snapshot goes on with it.
+        """
         self._hurry.set()
         if self._running is not None:
             self._running.result(timeout)
