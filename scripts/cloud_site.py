@@ -260,10 +260,12 @@ def rebuilds(before: ClusterSpec, after: ClusterSpec) -> list[str]:
     """Changes that would make the cloud replace the network while machines are in it. Pure."""
     if after.cloud != "aws":
         return []
-    old, new = before.network, after.network
+    old, new, old_head, new_head = before.network, after.network, before.head.zone, after.head.zone
     changed = [f"network.{key}" for key in ("cidr", "nat") if getattr(old, key) != getattr(new, key)]
-    zones = {after.head.zone, *(pool.zone for pool in after.pools)}
-    left = sorted({before.head.zone, *(pool.zone for pool in before.pools)} - zones)
+    zones = {new_head, *(pool.zone for pool in after.pools)}
+    left = sorted({old_head, *(pool.zone for pool in before.pools)} - zones)
+    if old_head != new_head:  # Terraform would replace the NAT gateway, or the endpoints: nodes lose the internet
+        changed.append(f"head.zone is {new_head} and was {old_head}")
     return [*changed, *(f"zone {zone} is not used any more" for zone in left)]
 
 

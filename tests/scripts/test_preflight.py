@@ -397,6 +397,7 @@ def test_images_on_google(gce: FakeGce, tmp_path: Path) -> None:
         ("network: {nat: false}", ["network.nat"]),
         ("network: {cidr: 10.9.0.0/16}", ["network.cidr"]),
         ("zone: us-east-1a", ["zone us-east-1b is not used any more"]),
+        ("head: {zone: us-east-1b}", ["head.zone is us-east-1b and was us-east-1a"]),
     ],
 )
 def test_changes_that_a_cluster_that_is_up_cannot_take(change: str, said: list[str], tmp_path: Path) -> None:

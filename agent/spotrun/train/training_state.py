@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from spotrun.errors import MisuseError, SpotrunError
+from spotrun.errors import MisuseError
 from spotrun.state import slots
 from spotrun.train import collectives
 from spotrun.train.encoding import Encoder, Stateful, decode
@@ -144,7 +144,7 @@ def load(item: Stateful, saved: Any, tensors: Tensors, own: Mapping[str, torch.T
 def _check_loaded(
     saved: Mapping[str, str], tensors: Tensors, now: Mapping[str, str], loaded: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise `SpotrunError` if a module cannot have the values that were saved.
+    """Raise `MisuseError` if a module cannot have the values that were saved.
 
     torch converts a value to the type that the module's own tensor has. Of two values for one tensor, it keeps the
     later one. saved, now: names of tensors by the module's names for them.
@@ -153,12 +153,12 @@ def _check_loaded(
     for key in (key for key in saved if key in now):
         before, after = tensors.view(saved[key]).dtype, loaded[now[key]].dtype
         if _loses(before, after):
-            raise SpotrunError(
+            raise MisuseError(
                 f"{saved[key]} has become {before} in training, but the script's set-up makes it {after}, which cannot "
                 "hold its values: give it this type before run.track"
             )
         if (first := places.setdefault(now[key], saved[key])) != saved[key]:
-            raise SpotrunError(
+            raise MisuseError(
                 f"{first} and {saved[key]} have become two tensors in training, but the script's set-up makes them "
                 "one: make two of them before run.track"
             )
