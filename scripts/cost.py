@@ -12,6 +12,7 @@ from typing import Any
 from scripts.columns import aligned, duration
 from scripts.job_table import money
 from scripts.make_command import LOCAL, make_command
+from spotrun.document import problem
 from spotrun.errors import SpotrunError
 from spotrun.head.costs.bill import Line, merged
 from spotrun.head.costs.job_totals import Idle
@@ -32,6 +33,7 @@ class Books:
     jobs: tuple[JobState, ...]  # in order of submission
     idle: Idle  # devices that no job held
     unreadable: tuple[str, ...] = ()  # ids of jobs whose states cannot be read
+    no_idle: str = ""  # why the account of devices that no job held is not known; empty: it is
 
 
 def read(store: Store, cluster: str, job: str | None = None, file: str = LOCAL) -> Books:
@@ -53,12 +55,12 @@ def read(store: Store, cluster: str, job: str | None = None, file: str = LOCAL) 
     if job and not found:
         why = "its state in the bucket cannot be read" if unreadable else "there is no such job of this cluster"
         raise SpotrunError(f"ID: {job!r}: {why}; `{make_command(file, 'jobs')}` lists the jobs")
-    data = store.find(idle_key(cluster))
+    idle, no_idle, data = Idle(), "", store.find(idle_key(cluster))
     try:
-        idle = Idle.model_validate_json(data) if data is not None else Idle()
-    except ValueError:
-        raise SpotrunError(f"{store.url}: {idle_key(cluster)} is not readable") from None
-    return Books(tuple(sorted(found, key=lambda each: (each.submitted, each.id))), idle, tuple(unreadable))
+        idle = Idle.model_validate_json(data) if data is not None else idle
+    except ValueError as error:
+        no_idle = f"Devices that no job held are missing: {store.url}: {idle_key(cluster)}: {problem(error)}"
+    return Books(tuple(sorted(found, key=lambda each: (each.submitted, each.id))), idle, tuple(unreadable), no_idle)
 
 
 def document(
@@ -99,7 +101,7 @@ def document(
         "labels": {key: {value: _total(mine) for value, mine in found.items()} for key, found in labels.items()},
         "total": _total(everything),
         "unreadable": list(books.unreadable),
-        "warnings": [warning] if warning else [],
+        "warnings": [each for each in (warning, "" if job or group else books.no_idle) if each],
     }
 
 
@@ -119,7 +121,7 @@ def text(found: Sums) -> str:
     period = f"in {found['month']} (UTC)" if found["month"] else "so far"
     whose = f", group {found['group']}" if found["group"] else ""
     if not found["jobs"] and not (found["idle"] and found["idle"]["seconds"]):
-        return f"cluster {found['cluster']}{whose}: nothing has been paid {period}"
+        return "\n".join([f"cluster {found['cluster']}{whose}: nothing has been paid {period}", *found["warnings"]])
     ends = not found["month"] and any(row["to_end"] is not None or row["budget"] for row in found["jobs"])
     head = ["", "machine time", "cost", "on-demand", "saved", *(["at the end", "budget"] if ends else [])]
     rows = [[f"job {row['job']}", *_cells(row), *(_ends(row) if ends else [])] for row in found["jobs"]]

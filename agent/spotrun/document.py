@@ -47,6 +47,11 @@ class Kept(Document):
     format: Annotated[int, AfterValidator(_known)] = FORMAT  # a higher one cannot be read
 
 
+def is_newer(error: ValueError) -> bool:
+    """Whether a document cannot be read because a later version has written it. Then it must not be replaced."""
+    return isinstance(error, ValidationError) and any(each["loc"] == ("format",) for each in error.errors())
+
+
 def problem(error: ValueError) -> str:
     """One line about what is wrong with a document."""
     if not isinstance(error, ValidationError):

@@ -111,11 +111,17 @@ async def test_what_was_learned_outlasts_the_head(world: World, monkeypatch: pyt
     assert world.head.scaler.placer.histories.of()["p"].interruptions == pytest.approx(7, rel=0.01)
 
 
-async def test_a_history_that_cannot_be_read_is_begun_again(world: World) -> None:
-    world.store.put(history_key("c"), b"junk")
+@pytest.mark.parametrize(("text", "stays"), [(b"junk", False), (b'{"format": 2}', True)])
+async def test_a_history_that_cannot_be_read_is_begun_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, text: bytes, stays: bool
+) -> None:
+    """That of a later version is not replaced."""
+    monkeypatch.setattr(placer, "WRITE_EVERY", 0.0)
+    world.store.put(history_key("c"), text)
     await world.with_machines(min=2, max=2)
     assert world.cloud.size["p"] == 2
     assert world.head.scaler.placer.histories.pools["p"].size == 2
+    assert (world.store.get(history_key("c")) == text) == stays
 
 
 def test_a_job_stops_while_there_is_money_to_save_its_state() -> None:

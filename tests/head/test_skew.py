@@ -17,13 +17,14 @@ from scripts import display
 from spotrun.errors import SpecError, UnreadableError
 from spotrun.head import job_queue
 from spotrun.head.boot import until_changed
+from spotrun.head.costs.ledger import Ledger
 from spotrun.head.head import Head
 from spotrun.head.identity import ClusterIdentity
 from spotrun.head.job_state import JobState
 from spotrun.head.server.agent_server import _report
 from spotrun.spec import ClusterSpec, JobSpec, described, digest, load_job
 from spotrun.state import checkpoints
-from spotrun.store import Store, checkpoint_key, cluster_key, job_key, queue_key, replaced_key
+from spotrun.store import Store, checkpoint_key, cluster_key, idle_key, job_key, queue_key, replaced_key
 from spotrun.wire import (
     FORMAT,
     Bundle,
@@ -320,6 +321,19 @@ async def test_a_checkpoint_of_a_newer_format_parks_its_job_and_stays(world: Wor
     checkpoints.prune(world.store, job, 1)
     assert world.store.exists(checkpoint_key(job, 10))
     assert [ref.step for ref in checkpoints.list_complete(world.store, job)] == [5]
+
+
+@pytest.mark.parametrize("format", [1, 2])
+async def test_a_count_of_a_newer_format_stays(tmp_path: Path, format: int) -> None:
+    """The cost of idle devices: a head of that version goes on from there."""
+    store, key = Store(str(tmp_path)), idle_key("c")
+    store.put(key, text := json.dumps({"format": format, "counted_at": 100.0, "node_seconds": 60.0}).encode())
+    ledger = Ledger(store, "c")
+    await ledger.read()
+    assert ledger.idle.node_seconds == (60.0 if format == 1 else 0.0)
+    ledger.idle = ledger.idle.replace(counted_at=200.0, node_seconds=ledger.idle.node_seconds + 100)
+    await ledger.write()
+    assert (store.get(key) == text) == (format == 2)
 
 
 def test_a_queue_is_read() -> None:

@@ -19,6 +19,7 @@ from spotrun.node import job
 from spotrun.node.launch import preload
 from spotrun.node.launch.client import Launcher
 from spotrun.node.launch.templates import Templates
+from spotrun.state import control
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Control
 from tests.fakes.launchers import alive, bench, parent
 from tests.fakes.nccl import NCCL, NCCL_SHORT
@@ -62,6 +63,20 @@ def late():
 threading.Thread(target=late).start()
 sys.exit(0)
 """
+
+
+async def test_a_worker_of_another_version_than_its_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """spotrun was replaced while the agent ran. Without the check, both would misread each other's numbers."""
+    async with bench(tmp_path) as b:
+        await b.begin()
+        with monkeypatch.context() as patch:
+            patch.setattr(control, "_LAYOUT", bytes(8))  # as an older agent makes the block
+            b.start(1, "print('the script')")
+        assert await b.code(1) == 1
+        failure = b.failure(1)
+        assert failure.repeats
+        assert failure.message.startswith("spotrun has been replaced by another version on this machine")
+        assert b.log(1) == f"{failure.message}\n"
 
 
 async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from spotrun.cloud.local import daemon, procs
 from spotrun.cloud.local.layout import Layout, remove_tree
-from spotrun.machine import private_paths
+from spotrun.machine import private_paths, source
 from spotrun.machine.processes import MARK, ZYGOTE, children, descendants, kill
 from spotrun.node.launch import templates as module
 from spotrun.node.launch.templates import NOT_FORKED, Templates
@@ -207,6 +207,23 @@ async def test_what_the_zygote_has_read_must_be_the_same(
         assert await bench.code(1) == 0
         assert bench.log(1).startswith(changed.get("OMP_NUM_THREADS", "1") + " ")
         assert (str(tmp_path) + "'" in bench.log(1)) == (case == "path")
+
+
+@pytest.mark.parametrize("stamp", ["another", ""])
+async def test_an_agent_with_other_code_starts_its_own_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stamp: str
+) -> None:
+    """spotrun was updated after the local cloud had begun, or set back: an agent of an older version has no stamp."""
+    async with computer(tmp_path, monkeypatch) as c:
+        monkeypatch.setattr(source, "STAMP", stamp)
+        bench = c.idle("a-0")
+        await bench.launcher.start("127.0.9.9", os.environ, [])
+        await await_for(lambda: bench.events, 40, "an end")
+        assert bench.events == [{"type": "ended", "code": NOT_FORKED}]
+        assert not c.forked()
+        bench.events.clear()
+        await bench.launcher.start("127.0.9.9", os.environ, [])
+        await bench.ready()
 
 
 async def test_variables_of_the_network_need_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

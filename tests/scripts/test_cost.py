@@ -13,7 +13,7 @@ from spotrun.head.costs.bill import Line
 from spotrun.head.costs.job_totals import Idle
 from spotrun.head.job_state import JobState, Progress
 from spotrun.head.status import job_status
-from spotrun.store import job_key
+from spotrun.store import idle_key, job_key
 from tests.scripts.accounts import job, store
 
 SPOT = Line(month="2026-11", pool="a", market="spot", seconds=7200, cost=2.0, on_demand=6.0)
@@ -102,6 +102,15 @@ def test_a_job_that_has_used_no_machine_has_cost_nothing(tmp_path: Path) -> None
     (line,) = [line for line in shown.splitlines() if job(1).id in line]
     assert "$0.00" in line
     assert "not known" not in line
+
+
+@pytest.mark.parametrize("jobs", [0, 1])
+def test_an_account_of_a_later_version_hides_no_job(tmp_path: Path, jobs: int) -> None:
+    bucket = store(tmp_path, *[job(1, SPOT)][:jobs])
+    bucket.put(idle_key("c"), b'{"format": 2, "cost": 7.0}')
+    found = cost.document(cost.read(bucket, "c"), "c")
+    assert found["total"]["cost"] == 2.0 * jobs
+    assert "idle.json: format: has format 2; this version of spotrun reads format 1: update it" in cost.text(found)
 
 
 def test_a_state_that_cannot_be_read_is_named(tmp_path: Path) -> None:

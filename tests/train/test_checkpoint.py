@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -126,6 +127,30 @@ def test_round_trip(store: Store, tmp_path: Path, parts: int) -> None:
     assert record.order == (1, 10)
     check(folder, 1, 10)
     assert sorted(path.name for path in folder.iterdir()) == ["1.json", "1.safetensors"]
+
+
+def test_keys_of_a_later_version_are_ignored(store: Store, tmp_path: Path) -> None:
+    """In a snapshot's record, and in the same record in a checkpoint."""
+    save(store, tmp_path, 10)
+    manifest = checkpoints.read_manifest(store, "job", 10)
+    files = {each.name: each for each in manifest.files}
+    (name,) = (each for each in files if "state" in each)
+    state = json.loads(store.get(key := checkpoint_key("job", 10, name)))
+    state["record"]["later"] = state["later"] = 1
+    text = json.dumps(state).encode()
+    store.put(key, text)
+    files[name] = FileRef(name=name, size=len(text), xxh3=xxhash.xxh3_128_hexdigest(text))
+    store.put(checkpoint_key("job", 10), manifest.replace(files=tuple(files.values())).model_dump_json().encode())
+    found = restore(context(tmp_path, (1, 10)), 0, None)
+    assert found is not None
+    check_found(found, 10)
+
+    folder = tmp_path / "node-1-10"
+    ((slot, record),) = slots.newest(folder, "job")
+    inner = json.dumps(vars(record) | {"later": 1})
+    outer = {"record": inner, "xxh3": xxhash.xxh3_128_hexdigest(inner.encode()), "later": 1}
+    slots.record_path(folder, slot).write_text(json.dumps(outer))
+    check(folder, slot, 10)
 
 
 def test_shards_are_what_other_tools_read(store: Store, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from spotrun.document import is_newer, problem
 from spotrun.errors import ConflictError, SpotrunError
 from spotrun.head import job_queue
 from spotrun.head.capacity.history import Histories, learn
@@ -19,7 +20,6 @@ from spotrun.head.fleet.classify import Condition
 from spotrun.head.job_state import JobState
 from spotrun.head.view import FleetView
 from spotrun.store import history_key
-from spotrun.wire import problem
 
 if TYPE_CHECKING:
     from spotrun.head.head import Head
@@ -39,6 +39,7 @@ class Placer:
         self._head = head
         self._fenced, self._key = FencedStore(head.store), history_key(head.cluster.name)
         self._written: Histories | None = None  # None: the history of earlier heads has not been read yet
+        self._is_newer = False  # whether that history is of a later version: then it stays
         self._seen: Any = None  # a summary of what the last placements were made from
         self._wake: float | None = None  # when to ask again though nothing has changed
 
@@ -109,7 +110,7 @@ class Placer:
                     running.setdefault(machine.pool, {})[machine.name] = machine.created
             replaced = {each.node for each in view.replaced}
             self.histories = learn(self.histories, view.now, fleet.pools(), running, replaced)
-            changed = self.histories.pools != self._written.pools
+            changed = self.histories.pools != self._written.pools and not self._is_newer
             if changed and view.now - self._written.at >= WRITE_EVERY:
                 await self._fenced.put(self._key, self.histories.model_dump_json().encode())
                 self._written = self.histories
@@ -128,6 +129,7 @@ class Placer:
             return Histories.model_validate_json(data) if data is not None else Histories()
         except ValueError as error:
             log.warning("%s is not readable, the history starts again: %s", self._key, problem(error))
+            self._is_newer = is_newer(error)
             return Histories()
 
 

@@ -88,6 +88,7 @@ def _record(path: Path, worker: stacks.Answer, request: Request) -> profile.Answ
     with contextlib.closing(Control(path)) as control:
         if not _lives(worker, path):
             return profile.Answer(problem=stacks.ENDED)
+        control.checked()
         request.write(path)
         control.profile = request.steps
         try:

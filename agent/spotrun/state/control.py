@@ -11,14 +11,18 @@ import json
 import mmap
 import os
 import time
-from dataclasses import asdict, dataclass, field
+import zlib
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
+from spotrun.errors import SpotrunError
 from spotrun.state import exit_note
 
 SIZE = 4096
 TEXT = 1024  # offset of the JSON text with the numbers of run.log()
+LAYOUT = TEXT - 8  # offset of the number that tells the order of the numbers; older versions left it 0
 NONE = -1
 VISIBLE = 5e-6  # seconds
 MOST = 1 << 53  # steps that are told: whole numbers up to here are exact in JSON
@@ -97,8 +101,21 @@ class Control:
         self._ints = view[:start].cast("q")
         self._floats = view[start : start + len(_FLOAT_AT) * 8].cast("d")
         if create:
+            self._map[LAYOUT:TEXT] = _LAYOUT
             for name in _INT_AT.keys() - _FROM_ZERO:
                 setattr(self, name, NONE)
+
+    def checked(self) -> Control:
+        """This block. Raises `SpotrunError` if another version made it: then only its first three numbers are here.
+
+        So it is if spotrun's code has been replaced on a machine while the machine's agent ran.
+        """
+        if self._map[LAYOUT:TEXT] != _LAYOUT:
+            raise SpotrunError(
+                "spotrun has been replaced by another version on this machine since the machine's agent started: "
+                "take the cluster down, bring it up again and relaunch the job"
+            )
+        return self
 
     def renew(self, generation: int) -> None:
         """Begin another generation with the same worker, which waits for it (`left`).
@@ -165,6 +182,8 @@ _INT_AT, _FLOAT_AT = (
     {name: at for at, name in enumerate(name for name, kind in Control.__annotations__.items() if kind == wanted)}
     for wanted in ("int", "float")
 )
+# A block of another version differs in this, unless its numbers have the same order.
+_LAYOUT = (zlib.crc32(" ".join((*_INT_AT, *_FLOAT_AT)).encode()) + 1).to_bytes(8, "little")
 
 _STEP, _STOP_AT, _SNAPSHOT_AT, _PROFILE = (_INT_AT[name] for name in ("step", "stop_at", "snapshot_at", "profile"))
 _STEPPED_AT, _SAMPLES, _STEPPING, _ALONE = (_FLOAT_AT[name] for name in ("stepped_at", "samples", "stepping", "alone"))
@@ -242,7 +261,7 @@ class Invitation:
 
     @classmethod
     def read(cls, control: str | Path) -> Invitation:
-        return cls(**json.loads(cls.path_for(control).read_text()))
+        return cls(**_known(cls, json.loads(cls.path_for(control).read_text())))
 
 
 @dataclass(frozen=True)
@@ -281,7 +300,13 @@ class Context:
         """The context that `to_env` wrote."""
         values = json.loads(text)
         values["checkpoints"] = [(int(g), int(s)) for g, s in values["checkpoints"]]
-        return cls(**values)
+        return cls(**_known(cls, values))
+
+
+def _known(kind: type[Invitation] | type[Context], values: dict[str, Any]) -> dict[str, Any]:
+    """The values that this version knows."""
+    names = {each.name for each in fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _first(metrics: dict[str, float], room: int) -> bytes:

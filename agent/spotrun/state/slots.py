@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,6 +42,11 @@ class Record:
     size: int  # bytes of the data file
     xxh3: str  # hex digest (128 bits) of the data file
     state: Any  # everything but the tensors, as JSON values (see train/encoding.py)
+
+    @classmethod
+    def of(cls, values: Any) -> Record:
+        """What this version or another one wrote. Ignores unknown keys. Raises TypeError if `values` is no record."""
+        return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
     @property
     def order(self) -> tuple[int, int]:
@@ -89,7 +94,7 @@ def read(folder: Path, slot: int) -> Record | None:
         # A learning rate with a flipped bit is as bad as a weight with one.
         if xxhash.xxh3_128_hexdigest(outer["record"].encode()) != outer["xxh3"]:
             raise ValueError("its checksum is wrong")
-        record = Record(**json.loads(outer["record"]))
+        record = Record.of(json.loads(outer["record"]))
         if not all(isinstance(value, int) and value >= 0 for value in (record.generation, record.step, record.size)):
             raise ValueError("its numbers are invalid")
         return record

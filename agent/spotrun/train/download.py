@@ -125,7 +125,7 @@ def _parse(text: bytearray, key: str) -> tuple[slots.Record, bytes, list[str]]:
     """(record, safetensors header, shards' names) of a state file."""
     try:
         fields: dict[str, Any] = json.loads(text)
-        record = slots.Record(**fields["record"])
+        record = slots.Record.of(fields["record"])
         head = str(fields["header"]).encode()
         shards.parse_header(head)
         names = [str(name) for name in fields["shards"]]

@@ -46,7 +46,7 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
     seed = batches.whole_number(seed, f"spotrun.init(seed={seed!r})")
     context, control = Context.from_env(), None
     if context is not None:
-        control = Control(Path(context.control))
+        control = Control(Path(context.control)).checked()
         # It would write the worker's snapshots and numbers. But a script may start the one that trains.
         if control.pid == os.getppid() and (control.entered or multiprocessing.parent_process() is not None):
             raise MisuseError("spotrun.init: a worker has started this process. Leave out torch.multiprocessing.spawn")

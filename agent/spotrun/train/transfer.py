@@ -273,7 +273,7 @@ def _begin(streams: Streams, sender: Address) -> _Told:
         count, entries = int(told["streams"]), shards.parse_header(header[8:])
         if not 0 < count <= MOST:
             raise ValueError(f"{count} streams; there can be 1 to {MOST}")
-        return _Told(first, note, header, slots.Record(**told["record"]), count, entries)
+        return _Told(first, note, header, slots.Record.of(told["record"]), count, entries)
     except (ValueError, TypeError, KeyError, SpotrunError) as error:
         raise dist.DistError(f"the state that another worker sends cannot be read: {error!r}") from None
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spotrun.cloud.base import Advice
+from spotrun.document import is_newer, problem
 from spotrun.head.allocation.demand import Holdings
 from spotrun.head.capacity.place import Placements
 from spotrun.head.costs import job_totals
@@ -36,6 +37,7 @@ class Ledger:
         """By pool: the price before, the price now, and when this head learned it. The price may be older than that."""
         self._fenced, self._key = FencedStore(store), idle_key(cluster)
         self._written: Idle | None = None  # None: the count of earlier heads has not been read yet
+        self._is_newer = False  # whether that count is of a later version: then it stays, for a head of that version
 
     def count(
         self,
@@ -87,22 +89,23 @@ class Ledger:
     async def read(self) -> None:
         """Read what earlier heads have counted. Call it before the first count, which goes on from there."""
         if self._written is None:
-            before = _idle(self._key, await self._fenced.find(self._key))
+            before, self._is_newer = _idle(self._key, await self._fenced.find(self._key))
             self.idle = self._written = job_totals.joined(before, self.idle)
 
     async def write(self) -> None:
         """Keep the cost of idle devices for the next head. A head that dies may lose the last IDLE_EVERY seconds."""
         await self.read()
         assert self._written is not None
-        changed = self.idle.node_seconds != self._written.node_seconds
+        changed = self.idle.node_seconds != self._written.node_seconds and not self._is_newer
         if changed and self.idle.counted_at - self._written.counted_at >= IDLE_EVERY:
             await self._fenced.put(self._key, self.idle.model_dump_json().encode())
             self._written = self.idle
 
 
-def _idle(key: str, data: bytes | None) -> Idle:
+def _idle(key: str, data: bytes | None) -> tuple[Idle, bool]:
+    """The count in the bucket, and whether it is of a later version."""
     try:
-        return Idle.model_validate_json(data) if data is not None else Idle()
+        return (Idle.model_validate_json(data) if data is not None else Idle()), False
     except ValueError as error:
-        log.warning("%s is not readable, idle devices are counted from 0: %s", key, str(error).partition("\n")[0])
-        return Idle()
+        log.warning("%s is not readable, idle devices are counted from 0: %s", key, problem(error))
+        return Idle(), is_newer(error)

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from spotrun.machine import source
 from spotrun.machine.processes import ZYGOTE, descendants, kill
 from spotrun.node.launch import zygote
 from spotrun.node.launch.template import Request, receive, send
@@ -310,7 +311,7 @@ def _ask(path: str, environment: Environment, channel: socket.socket) -> bool:
     try:
         if zygote.is_older(path, environment.installed):
             return False
-        zygote.ask(path, zygote.Request(dict(environment.variables), os.getcwd()), channel)
+        zygote.ask(path, zygote.Request(dict(environment.variables), os.getcwd(), source.STAMP), channel)
     except OSError as error:
         log.warning("no zygote at %s (%s): this agent starts a template of its own", path, error)
         return False

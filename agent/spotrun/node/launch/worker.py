@@ -24,7 +24,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from spotrun.errors import MisuseError
+from spotrun.errors import MisuseError, SpotrunError
 from spotrun.machine import private_paths
 from spotrun.machine.processes import die_with_parent, kill_descendants, offer_to_oom_killer
 from spotrun.node.launch import own_stacks, preload
@@ -80,10 +80,10 @@ def run(task: Task) -> None:
     preload.number_modules()
     if mask := os.environ.get(private_paths.UMASK):
         os.umask(int(mask, 8))
-    control = Control(Path(task.control))
+    _redirect(task.log)
+    control = _control(task)
     rank = int(task.env["RANK"])
     control.generation, control.pid, control.rank, control.forked = task.generation, os.getpid(), rank, forked
-    _redirect(task.log)
     _get_own_tracker()
     from spotrun.train import failures  # not at the top: the agent imports this module, and must not import torch
 
@@ -121,6 +121,15 @@ def run(task: Task) -> None:
         if isinstance(error, MisuseError):
             _fail(task, "user", _place(error, task.root) + " ".join(str(error).splitlines()), "", 1, repeats=True)
         _fail(task, "user", message, text, 1)
+
+
+def _control(task: Task) -> Control:
+    """The worker's control block. If the agent is of another version, this process ends."""
+    try:
+        return Control(Path(task.control)).checked()
+    except SpotrunError as error:
+        _print(f"{error}\n")
+        _fail(task, "user", str(error), "", 1, repeats=True)
 
 
 def _get_own_tracker() -> None:

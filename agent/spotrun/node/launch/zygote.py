@@ -7,8 +7,8 @@ the machines' environment (`processes.ZYGOTE`). torch is imported when the first
     agent → zygote     template(variables, folder), with the template's end of a channel, and a stderr
     template → agent   template, with the template's pidfd, on the channel. For what follows there, see `template`
 
-If the zygote cannot do this, it closes the channel. Then, or if it is gone, the agent starts templates of its own, as
-on a cloud.
+If the zygote cannot do this, or has other code than the agent, it closes the channel. Then, or if it is gone, the agent
+starts templates of its own, as on a cloud.
 
 A template ends when its agent closes the channel or ends. It is a grandchild of the zygote. Between them is a process
 that only reaps, as a machine's init does: orphans of the machine's jobs become its children, and it ends after the last
@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from spotrun.machine import private_paths
+from spotrun.machine import private_paths, source
 from spotrun.machine.processes import adopt_orphans, die_with_parent, show_environment
 from spotrun.node.launch import preload
 from spotrun.node.launch.template import Template, receive, send
@@ -46,6 +46,7 @@ class Request:
 
     variables: Mapping[str, str]
     folder: str  # its working folder
+    code: str = ""  # the agent's `source.STAMP`; an agent of an older version does not say it
 
 
 def main() -> None:
@@ -103,13 +104,19 @@ class Zygote:
                     return
                 data, descriptors = receive(asking)
                 if data:
-                    self._fork(Request(**json.loads(data)), descriptors)
+                    self._answer(Request(**json.loads(data)), descriptors)
         except Exception as error:  # an import of torch may cause any error
             print(f"zygote: no template is forked: {error!r}", file=sys.stderr, flush=True)
             time.sleep(0.1)  # if the error lasts, the request is still there
         finally:
             for each in descriptors:
                 os.close(each)
+
+    def _answer(self, request: Request, descriptors: Sequence[int]) -> None:
+        if request.code == source.STAMP:
+            self._fork(request, descriptors)
+        else:
+            print("zygote: an agent has other code of spotrun: it gets no template", file=sys.stderr, flush=True)
 
     def _fork(self, request: Request, descriptors: Sequence[int]) -> None:
         channel, stderr = descriptors
