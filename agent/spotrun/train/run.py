@@ -30,7 +30,7 @@ from spotrun.train.distributed import (
     rank_and_world,
 )
 from spotrun.train.encoding import Stateful
-from spotrun.train.parallel import Exchange, Parallel, include_unfrozen
+from spotrun.train.parallel import Exchange, Parallel, backward, include_unfrozen
 from spotrun.train.regroup import Membership
 from spotrun.train.rng import Seeds, reseed, seed_all
 from spotrun.train.sampler import ElasticSampler, when_asked
@@ -272,7 +272,7 @@ class Run:
         batch, boundary, clock = self._batch, self._boundary, self._clock
         clock.due_at = clock.due_at or monotonic()
         try:
-            (loss if batch.weight == 1 else loss * batch.weight).backward()  # type: ignore[no-untyped-call]
+            backward(loss if batch.weight == 1 else loss * batch.weight, self._models)
             if failures.void or boundary.exactness is not None:
                 boundary.check(batch.last)
         except Exception as error:
