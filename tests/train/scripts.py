@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 import spotrun
 
@@ -196,6 +196,16 @@ seeded = with_loader(
 )
 buffered = with_loader(lambda: DataLoader(Buffered(), batch_size=BATCH))
 distributed = with_loader(lambda: DataLoader(Numbered(), batch_size=BATCH, sampler=DistributedSampler(Numbered())))
+
+
+def sharded(plan: Any, out: Path) -> None:
+    """At the beginning of an epoch, each worker makes a loader of its own part of the data."""
+    script = Script(plan, out)
+    script.run.track(model=script.model, optimizer=script.optimizer)
+    for _ in script.run.epochs(EPOCHS):
+        own = Subset(Numbered(), range(script.run.rank, SAMPLES, script.run.world_size))
+        for x, index in script.run.steps(DataLoader(own, batch_size=BATCH)):
+            script.step(script.model, x, index)
 
 
 def lengths(plan: Any, out: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import spotrun
@@ -469,6 +471,36 @@ def test_unused_parameters_and_no_sync_are_as_in_ddp_on_gpus(cluster: Cluster, w
         assert said["{'find_unused_parameters': False}"].startswith("torch: Expected to have finished reduction")
         assert said["alone"] == rank + 1
         assert said["together"] == workers + 1.0
+
+
+class Recomputed(nn.Module):
+    """Has its parameter in a part that the backward pass computes again, as a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(self.second, self.first(x), use_reentrant=True)
+        return found
+
+
+def recompute(environment: dict[str, str], out: str) -> None:
+    os.environ.update(environment)
+    run = spotrun.init()
+    model, said = run.ddp(Recomputed()), ""
+    try:
+        run.backward(model(torch.ones(1, 1)).sum())
+    except RuntimeError as error:
+        said = "".join(traceback.format_exception_only(error))
+    Path(out).write_text(said)
+
+
+def test_three_workers_on_cpus_refuse_reentrant_checkpoints_and_say_what_to_write(cluster: Cluster) -> None:
+    paths = [cluster.path / str(rank) for rank in range(3)]
+    run_all(recompute, [(str(path),) for path in paths])
+    for path in paths:
+        assert "write use_reentrant=False" in path.read_text()
 
 
 def test_a_bug_in_the_script_is_no_peer_failure(cluster: Cluster) -> None:

@@ -217,3 +217,14 @@ def test_a_state_that_contains_itself_is_an_error() -> None:
     with pytest.raises(MisuseError, match=r"run\.track\(odd=…\): the state is nested too deeply, or contains itself"):
         state.encode(Encoder())
     assert collectives.state_of == ""
+
+
+@pytest.mark.parametrize("more", [[], [nn.Parameter(torch.ones(1))]], ids=["another group", "another parameter"])
+def test_a_group_that_training_has_added_is_a_mistake_that_is_named(more: list[nn.Parameter]) -> None:
+    """The set-up would make the same optimizer each time, so another try would not help."""
+    own = [nn.Parameter(torch.ones(1))]
+    saved = optim.SGD([*own, *more], lr=1.0)
+    if not more:
+        saved.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(MisuseError, match=r"run\.track\(sgd=…\): loaded state.* Make all parameter groups before"):
+        load({"sgd": optim.SGD(own, lr=1.0)}, {"sgd": saved})

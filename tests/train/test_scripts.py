@@ -68,6 +68,26 @@ def test_the_loader_itself_is_not_tracked() -> None:
         batches.check(loader, [nn.Linear(1, 1), loader])
 
 
+class Counted(torch.utils.data.IterableDataset[int]):
+    """Has a state, as one that knows how many samples it has given."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_an_iterable_dataset_is_not_tracked() -> None:
+    """It would go on at its place, and `run.steps` would skip as many samples again."""
+    dataset = Counted()
+    with pytest.raises(SpotrunError, match="the loader's IterableDataset is tracked: leave it out of"):
+        batches.check(torch.utils.data.DataLoader(dataset), [nn.Linear(1, 1), dataset])
+
+
 def test_a_step_may_end_in_the_mode_for_evaluation(tmp_path: Path) -> None:
     """On one rank only. All nodes have the same buffers then, so a lost one changes nothing."""
     before = undisturbed(tmp_path / "before", "evaluating", NODES)
@@ -154,10 +174,11 @@ def test_a_set_up_that_depends_on_the_number_of_workers_needs_a_restart(
     [
         ("unnamed_optimizer", "run.track names no optimizer of a model (Sequential), so no optimizer's state is saved"),
         ("unnamed_scheduler", "run.track does not name the CosineAnnealingWarmRestarts, so its state is not saved"),
+        ("sharded", "the script reads run.world_size before run.steps, and the loader has no ElasticSampler"),
     ],
 )
-def test_what_a_newcomer_would_not_have_needs_a_restart(job: Regroups, script: str, why: str) -> None:
-    """A newcomer would take other steps than the survivors, and nothing would say so."""
+def test_what_a_new_generation_would_not_have_needs_a_restart(job: Regroups, script: str, why: str) -> None:
+    """A newcomer would take other steps, or a survivor would go on with a rank that it had. Nothing would say so."""
     plan = {"script": script}
     job.begin("ab", stop_at=4, a=plan, b=plan)
     assert job.end() == [EXIT_DRAINED, EXIT_DRAINED], job.cluster.log()

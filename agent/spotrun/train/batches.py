@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from spotrun.errors import MisuseError
 from spotrun.train.rng import Seeds, derive, prepare, reseed
@@ -61,6 +61,12 @@ def check(loader: Any, tracked: Collection[object]) -> None:
         raise MisuseError("the loader's ElasticSampler is not tracked: add sampler=… to run.track(…)")
     if any(item is loader for item in tracked):
         raise MisuseError("the loader is tracked: leave it out of run.track(…); run.steps continues at the right batch")
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDataset) and any(item is dataset for item in tracked):
+        raise MisuseError(
+            "the loader's IterableDataset is tracked: leave it out of run.track(…), and have its __iter__ begin a new "
+            "pass. run.steps skips the batches that the epoch has had"
+        )
     if sampler is None and samplers:
         raise MisuseError(
             "an ElasticSampler is tracked, but the loader given to run.steps does not use it: "

@@ -27,6 +27,11 @@ _OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
 _CONSTANT = (type(None), bool, int, float, str, bytes, PurePath)  # what a hook cannot change
 _BUCKET = 250 << 20  # bytes a broadcast of buffers takes at once, as DDP does
+_TWICE = "mark a variable ready only once"  # in an error of DDP
+_REENTRANT = (
+    "With three or more workers on CPUs, run.ddp looks for unused parameters. That does not work with "
+    "torch.utils.checkpoint and use_reentrant=True: write use_reentrant=False"
+)
 log = logging.getLogger(__name__)
 
 
@@ -104,6 +109,11 @@ class Parallel(nn.Module):
         shared = self.module.named_buffers() if self.shares_buffers else ()
         for name, each in (*self.module.named_parameters(), *shared):
             yield f"{name} {each.dtype} {'lazy' if is_lazy(each) else tuple(each.shape)}"
+
+    @property
+    def refuses_unused(self) -> bool:
+        """Whether DDP looks for unused parameters although the script has not asked for that."""
+        return self._used is not None
 
     @property
     def exchanged(self) -> list[bool]:
@@ -283,6 +293,16 @@ class Exchange:
 
     def _versions(self) -> int:
         return sum(each._version for model in self._models for each in model.parameters())
+
+
+def backward(loss: torch.Tensor, models: Iterable[Parallel]) -> None:
+    """`loss.backward()`. If DDP refuses it because of an option that the script has not given, the error says so."""
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if _TWICE in str(error) and any(model.refuses_unused for model in models):
+            error.add_note(_REENTRANT)
+        raise
 
 
 def share(tensors: Iterable[torch.Tensor]) -> None:

@@ -44,6 +44,7 @@ from spotrun.state.control import (
 )
 from spotrun.state.wakeup import wake
 from spotrun.train import connections, failures, group_health
+from spotrun.train.batches import sampler_of
 from spotrun.train.distributed import (
     LEAVE_WAIT,
     Meeting,
@@ -101,6 +102,7 @@ class Membership:
         self._leaving = threading.Lock()  # held while connections of the generation are broken
         self._has_left = False  # whether this process has left its generation
         self.loop = Loop(lambda: None)
+        self._size_read = ""  # what told the script the number of workers, before it began the steps of an epoch
         self._saved: dict[int, torch.Tensor] = {}  # tensors of `run.ddp`'s models that snapshots have, by id
         self._unsaved: dict[int, tuple[torch.Tensor, int]] = {}  # the others, with their version at `run.track`
         failures.void = False
@@ -156,6 +158,17 @@ class Membership:
     def see_tracked(self, *items: object) -> None:
         """The saved state has these, too, as parts of a tracked object. They replace those of an earlier call."""
         self._inside = tuple(part for each in items for part in _parts(each, DEPTH))
+
+    def see_size_read(self, by: str, tracked: bool) -> None:
+        """The script asks for the number of workers before it begins the steps of an epoch. by: how."""
+        if not tracked:
+            self.restarts(f"the script reads {by} before run.track")
+        self._size_read = by
+
+    def see_loader(self, loader: Any) -> None:
+        """The script begins the steps of an epoch. What the loader reads may have been made for this worker's rank."""
+        if self._size_read and sampler_of(loader) is None:
+            self.restarts(f"the script reads {self._size_read} before run.steps, and the loader has no ElasticSampler")
 
     def restarts(self, why: str) -> None:
         """From now on, this worker does not join another generation without a restart."""

@@ -30,7 +30,7 @@ from spotrun.train.distributed import (
     rank_and_world,
 )
 from spotrun.train.encoding import Stateful
-from spotrun.train.parallel import Exchange, Parallel, include_unfrozen
+from spotrun.train.parallel import Exchange, Parallel, backward, include_unfrozen
 from spotrun.train.regroup import Membership
 from spotrun.train.rng import Seeds, reseed, seed_all
 from spotrun.train.sampler import ElasticSampler, when_asked
@@ -133,8 +133,8 @@ class Run:
         return self._world_size
 
     def _size_is_read(self, by: str) -> None:
-        if not self._state.objects and self._membership is not None:
-            self._membership.restarts(f"the script reads {by} before run.track")
+        if self._membership is not None and self._stepped != self.epoch:
+            self._membership.see_size_read(by, tracked=bool(self._state.objects))
 
     @property
     def generation(self) -> int:
@@ -234,8 +234,7 @@ class Run:
         with boundary.loop, boundary.snapshots.guard or nullcontext():  # later code may change the state in any way
             feed = self._feed(loader, size)
             while (coming := next(feed, None)) is not None:
-                current, seeds = coming
-                self._batch = current
+                self._batch, seeds = current, _ = coming
                 seed_all(seeds)
                 batch = next(self._iterator, batches.END)
                 if batch is batches.END:
@@ -272,7 +271,7 @@ class Run:
         batch, boundary, clock = self._batch, self._boundary, self._clock
         clock.due_at = clock.due_at or monotonic()
         try:
-            (loss if batch.weight == 1 else loss * batch.weight).backward()  # type: ignore[no-untyped-call]
+            backward(loss if batch.weight == 1 else loss * batch.weight, self._models)
             if failures.void or boundary.exactness is not None:
                 boundary.check(batch.last)
         except Exception as error:
@@ -358,11 +357,12 @@ class Run:
             changed = include_unfrozen(self._models, self._state.objects.values())
         if changed and self._membership is not None:
             self._membership.restarts("layers of a model that run.track does not name were unfrozen")
-        if self._control is None:
+        if self._membership is None:
             return
         if not self._state.objects:
             raise MisuseError("run.steps before run.track(…): nothing is tracked, so no state can be saved")
         batches.check(loader, self._state.objects.values())
+        self._membership.see_loader(loader)
 
     def _feed(self, loader: Any, size: batches.StepSize) -> Iterator[tuple[batches.Batch, Seeds]]:
         """Start the loader at the restored position, and describe the batches that it will give, with their seeds."""

@@ -112,7 +112,14 @@ class TrainingState:
         for name, item in self.objects.items():
             own = _own_tensors(item, name) if isinstance(item, torch.optim.Optimizer) else {}
             groups = item.param_groups if isinstance(item, torch.optim.Optimizer) else None
-            load(item, saved[name], tensors, own)
+            try:
+                load(item, saved[name], tensors, own)
+            except ValueError as error:
+                if groups is None or "parameter group" not in str(error):
+                    raise
+                raise MisuseError(
+                    f"run.track({name}=…): {error}. Make all parameter groups before run.track, and none in training"
+                ) from error
             if isinstance(item, torch.optim.Optimizer) and groups is not None:
                 _keep_groups(item, groups)
         self.seed, self.step, self.epoch, self.consumed = run["seed"], run["step"], run["epoch"], run["consumed"]
