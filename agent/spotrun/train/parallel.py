@@ -295,14 +295,11 @@ class Exchange:
         return sum(each._version for model in self._models for each in model.parameters())
 
 
-def backward(loss: torch.Tensor, models: Iterable[Parallel]) -> None:
-    """`loss.backward()`. If DDP refuses it because of an option that the script has not given, the error says so."""
-    try:
-        loss.backward()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        if _TWICE in str(error) and any(model.refuses_unused for model in models):
-            error.add_note(_REENTRANT)
-        raise
+def explained(error: Exception, models: Iterable[Parallel]) -> Exception:
+    """The error of a backward pass. If it follows from an option that the script has not given, it says so now."""
+    if _TWICE in str(error) and any(model.refuses_unused for model in models):
+        error.add_note(_REENTRANT)
+    return error
 
 
 def share(tensors: Iterable[torch.Tensor]) -> None:

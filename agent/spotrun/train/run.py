@@ -30,7 +30,7 @@ from spotrun.train.distributed import (
     rank_and_world,
 )
 from spotrun.train.encoding import Stateful
-from spotrun.train.parallel import Exchange, Parallel, backward, include_unfrozen
+from spotrun.train.parallel import Exchange, Parallel, explained, include_unfrozen
 from spotrun.train.regroup import Membership
 from spotrun.train.rng import Seeds, reseed, seed_all
 from spotrun.train.sampler import ElasticSampler, when_asked
@@ -234,7 +234,8 @@ class Run:
         with boundary.loop, boundary.snapshots.guard or nullcontext():  # later code may change the state in any way
             feed = self._feed(loader, size)
             while (coming := next(feed, None)) is not None:
-                self._batch, seeds = current, _ = coming
+                current, seeds = coming
+                self._batch = current
                 seed_all(seeds)
                 batch = next(self._iterator, batches.END)
                 if batch is batches.END:
@@ -264,18 +265,18 @@ class Run:
     def backward(self, loss: torch.Tensor) -> None:
         """`loss.backward()` for a batch's mean loss, weighted: the gradient is the mean over all samples of the step.
 
-        If another worker is gone, the step does not count: the state goes back at the step's end, or this process ends
-        here. The same holds for the script's own collectives in a step. Without spotrun, the process group's error is
-        raised instead.
+        If another worker is gone, the step does not count: the state goes back at its end, or this process ends here.
+        The same holds for the script's own collectives in a step. Without spotrun, the group's error is raised.
         """
         batch, boundary, clock = self._batch, self._boundary, self._clock
         clock.due_at = clock.due_at or monotonic()
         try:
-            backward(loss if batch.weight == 1 else loss * batch.weight, self._models)
+            (loss if batch.weight == 1 else loss * batch.weight).backward()  # type: ignore[no-untyped-call]
             if failures.void or boundary.exactness is not None:
                 boundary.check(batch.last)
         except Exception as error:
             if not boundary.void_if_a_peer_fails.handle(error):
+                explain(error, self._models)
                 raise
         if batch.last and (guard := boundary.snapshots.guard) is not None:
             guard()
