@@ -314,7 +314,7 @@ def simulate(
     """What a job would cost and when it would end, by policy, on traces of spot markets. Starts nothing."""
     from scripts import simulate as replays  # loads numpy
 
-    count = int(inputs.number("RUNS", runs, least=1) or replays.RUNS)
+    count = int(inputs.number("RUNS", runs, 1, replays.MOST) or replays.RUNS)
     found = replays.simulate(cluster, job, traces, polarity, count, int(inputs.number("SEED", seed) or 1))
     _print(found, json, replays.text(found))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +13,7 @@ from scripts.home import home
 from scripts.jobs import check
 from scripts.make_command import make_command
 from scripts.site import Site
-from scripts.ssh import Access
+from scripts.ssh import Access, Unreachable
 from spotrun.cloud import asking, prices
 from spotrun.cloud.local import cloud as local
 from spotrun.errors import SpotrunError
@@ -27,6 +26,7 @@ from spotrun.store import Store
 NOW = "now"
 Seen = Mapping[str, tuple[float | None, float | None]]
 """By pool: interruptions of one machine in an hour, and the part of the time in which it had all its machines."""
+_MEASURE = "-measure"  # the end of such a job's name
 _PAUSE = 1.0  # seconds between two looks at the job that measures
 
 
@@ -87,7 +87,9 @@ def measure(site: Site, path: str, seconds: float, say: Callable[[str], None]) -
             "on": "success",
             "keep": [],
         }
-        one |= {"deadline": None}  # the speed is wanted, not the result
+        # The speed is wanted, not the result. Later jobs of `after` and `inputs`, and whoever follows the group, mean
+        # others than this job. Nobody looks at the node on which it fails.
+        one |= {"name": measuring(job.name), "group": None, "deadline": None, "keep_on_failure": None}
         asked = {"job": job.model_dump(mode="json") | one, "code": packed.sha256}
         with ctrl_c.all_ends():
             name = control.submit(access, asked)
@@ -103,9 +105,11 @@ def measure(site: Site, path: str, seconds: float, say: Callable[[str], None]) -
 def _stop(access: Access, name: str) -> None:
     try:
         control.ask(access, "stop", "--job", name)
-    except SpotrunError as error:
+    except Unreachable as error:
         stop = make_command(access.file, "stop", f"ID={name}")
         console.warn(f"job {name} may still run, and cost money; stop it with `{stop}`: {error}")
+    except SpotrunError:  # the head has answered: the job has ended
+        return
 
 
 def _measured(access: Access, name: str, seconds: float, patience: float) -> str:
@@ -118,9 +122,7 @@ def _measured(access: Access, name: str, seconds: float, patience: float) -> str
         now = time.monotonic()
         training = training or (now if state["samples_per_second"] else 0.0)
         late = not training and now - began > patience + seconds
-        if (training and now - training >= seconds) or late:
-            with contextlib.suppress(SpotrunError):  # it may have ended meanwhile
-                control.ask(access, "stop", "--job", name)
+        if ((training and now - training >= seconds) or late) and _asked_to_stop(access, name):
             training = training or now
             seconds = float("inf")  # ask it only once
         time.sleep(_PAUSE)
@@ -128,6 +130,22 @@ def _measured(access: Access, name: str, seconds: float, patience: float) -> str
     if not speeds:
         return f"no speed: {state['reason'] or 'the job ' + state['phase']}"
     return f"{speeds[-1].samples_per_second:,.4g} samples/s"
+
+
+def _asked_to_stop(access: Access, name: str) -> bool:
+    """Whether the head has answered. If it has not, the job goes on."""
+    try:
+        control.ask(access, "stop", "--job", name)
+    except Unreachable:
+        return False
+    except SpotrunError:  # it has ended meanwhile
+        return True
+    return True
+
+
+def measuring(name: str) -> str:
+    """The name of the job that measures the job of this name."""
+    return name[: 40 - len(_MEASURE)].rstrip("-") + _MEASURE
 
 
 def _present(cluster: ClusterSpec, say: Callable[[str], None]) -> dict[str, float]:
@@ -192,7 +210,8 @@ def _seen(counts: dict[str, float]) -> tuple[float | None, float | None]:
 
 
 def _same(run: JobSpec, job: JobSpec) -> bool:
-    return (run.name, run.script, run.args, run.devices) == (job.name, job.script, job.args, job.devices)
+    known = (job.name, measuring(job.name))
+    return run.name in known and (run.script, run.args, run.devices) == (job.script, job.args, job.devices)
 
 
 def _work(run: JobState) -> float | None:

@@ -15,7 +15,7 @@ import paramiko
 from scripts import console
 from scripts.job_table import job_id
 from scripts.make_command import LOCAL, here, make_command
-from scripts.ssh import TIMEOUT, Access, StrictConnection, Unreachable, connect
+from scripts.ssh import EXIT_TIMEOUT, TIMEOUT, Access, StrictConnection, Unreachable, connect
 from spotrun.errors import CredentialsError, SpotrunError
 from spotrun.head.server.ctl import NO_ANSWER, SILENCE
 
@@ -24,6 +24,7 @@ PATIENCE = 180.0  # seconds to wait for a head that is away; its cloud recreates
 _PAUSE = 0.25  # seconds between two questions to a head that does not answer yet
 ACTIVE = ("queued", "starting", "running", "draining", "waiting", "finishing", "parked")
 ENDED = ("succeeded", "failed", "stopped")
+_READS = ("status", "jobs", "metrics", "follow", "live")  # verbs that change nothing
 
 
 class NoHead(Unreachable):
@@ -173,6 +174,9 @@ def _check_exit(channel: paramiko.Channel, verb: str, file: str) -> None:
     said = b"".join(iter(lambda: channel.recv_stderr(65536), b"")).decode(errors="replace").strip()
     ended = f"spotrun ctl {verb} ended with status {code}" if code >= 0 else "the connection to the head broke"
     text = said.removeprefix("spotrun: ") or ended
+    if code == EXIT_TIMEOUT:
+        later = "" if verb in (*_READS, "submit") else "; it may have got the request, and still do what was asked"
+        raise Unreachable(f"{NO_ANSWER} in time{later}")
     if code == 2 and text.startswith("usage: spotrun"):
         what = text.splitlines()[-1].rpartition(" error: ")[2]
         raise SpotrunError(f"the head runs another version of spotrun, which does not know this command: {what[:200]}")

@@ -30,6 +30,7 @@ class EventFile:
 
         self._events, self._summaries = event_pb2, summary_pb2
         self._writer = EventsWriter(str(folder / "events"), f".{number:06d}{SUFFIX}")
+        self.path = Path(self._writer._file_name)
         if purge is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._writer.write_event(event_pb2.Event(step=purge, session_log=start))

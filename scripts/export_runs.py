@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from scripts import console, event_files, runs
 from spotrun.errors import SpotrunError
@@ -69,9 +71,22 @@ def _points(curve: Curve) -> Iterator[tuple[Any, ...]]:
         )
 
 
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A file to write, which then takes the place of `path`. If writing fails, what was at `path` stays."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield new
+        new.replace(path)
+    except OSError as error:
+        raise SpotrunError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def _to_csv(folder: Path, curves: Iterator[Curve]) -> dict[str, Any]:
     path, count = folder / "metrics.csv", 0
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with _whole(path) as new, new.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         for curve in curves:
@@ -86,7 +101,7 @@ def _to_parquet(folder: Path, curves: Iterator[Curve]) -> dict[str, Any]:
     kinds = ("string", "int64", "int64", "float64", "float64", "float64", "int64", "bool_")
     schema = arrow.schema([(name, getattr(arrow, kind)()) for name, kind in zip(COLUMNS, kinds, strict=True)])
     path, count = folder / "metrics.parquet", 0
-    with parquet.ParquetWriter(str(path), schema) as writer:
+    with _whole(path) as new, parquet.ParquetWriter(str(new), schema) as writer:
         for curve in curves:
             points, length = curve.points, len(curve.points)
             samples = [None if math.isnan(each) else each for each in points.samples]
@@ -101,11 +116,17 @@ def _to_parquet(folder: Path, curves: Iterator[Curve]) -> dict[str, Any]:
 
 def _to_tensorboard(folder: Path, curves: Iterator[Curve]) -> dict[str, Any]:
     """Event files, which `tensorboard --logdir` reads. An earlier export is removed: TensorBoard would show both."""
-    for old in folder.glob(event_files.GLOB):
-        old.unlink()
-    file = event_files.EventFile(folder)
-    count = sum(file.add(curve.name, curve.counting()) for curve in curves)
-    file.close()
+    before = set(folder.glob(event_files.GLOB))
+    try:
+        file = event_files.EventFile(folder)
+        count = sum(file.add(curve.name, curve.counting()) for curve in curves)
+        file.close()
+    except OSError as error:
+        for new in set(folder.glob(event_files.GLOB)) - before:
+            new.unlink(missing_ok=True)
+        raise SpotrunError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    for old in before - {file.path}:
+        old.unlink(missing_ok=True)
     return {"where": str(folder), "points": count}
 
 
@@ -113,10 +134,15 @@ def _to_mlflow(state: JobState, names: dict[str, str], curves: Iterator[Curve], 
     """A run of the experiment that has the job's name, with the job's arguments as parameters. names: in MLflow."""
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for the answer
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # without the internet, this takes a minute
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")  # 2 min with all tries; its default takes 8 min
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # 14 s; its default of 7 waits for over 4 minutes
     library = event_files.library("mlflow", "mlflow")
     if not uri:
         raise SpotrunError("OUT is missing: give MLflow's tracking URI, such as OUT=http://localhost:5000")
+    try:
+        urlsplit(uri)
+    except ValueError as error:
+        raise SpotrunError(f"OUT: {_public(uri)!r}: is not an address: {error}") from None
     try:
         client = library.MlflowClient(tracking_uri=uri)
         found = client.get_experiment_by_name(state.name)
@@ -129,8 +155,13 @@ def _to_mlflow(state: JobState, names: dict[str, str], curves: Iterator[Curve], 
         status = {"succeeded": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}.get(state.phase, "RUNNING")
         client.set_terminated(run.info.run_id, status, int((state.ended or state.submitted) * 1000))
     except library.exceptions.MlflowException as error:
-        raise SpotrunError(f"MLflow at {uri}: {' '.join(str(error).split())[:500]}") from None
-    return {"where": f"run {run.info.run_id} of experiment {state.name} at {uri}", "points": sent}
+        raise SpotrunError(f"MLflow at {_public(uri)}: {_public(' '.join(str(error).split()))[:500]}") from None
+    return {"where": f"run {run.info.run_id} of experiment {state.name} at {_public(uri)}", "points": sent}
+
+
+def _public(text: str) -> str:
+    """The text without the names and passwords of its addresses."""
+    return re.sub(r"(?<=://)[^/?#\s]*@", "", text)
 
 
 def _send(library: Any, client: Any, run: str, curve: Curve, name: str) -> int:

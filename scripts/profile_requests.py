@@ -23,6 +23,7 @@ PATIENCE = SECONDS + LAST + 120.0  # seconds that a node may take, with compress
 ROWS = 30  # of all tables together: a screenful
 LEAST = 5  # rows of a table
 KEPT = 50  # rows of a table in JSON
+FEWER = "the loop of run.steps ended, or more would be too large or take too long"
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def text(found: dict[str, Any]) -> str:
     for each in found["traces"]:
         fewer = each["steps"] < found["steps"]
         steps = f"{each['steps']} of {found['steps']} steps" if fewer else f"{each['steps']} steps"
-        why = " (more would be too large or take too long)" if fewer else ""
+        why = f" ({FEWER})" if fewer else ""
         lines.append(f"rank {each['rank']} on {each['node']}: {steps}, from step {each['first']} on{why}")
         for kind, title in (("operations", "operation, own time"), ("kernels", "on the GPU")):
             lines += trace_table.table(title, [Row(**row) for row in each[kind]], most)

@@ -99,7 +99,7 @@ def tensorboard(
     from scripts import tensorboards
 
     names, wanted = inputs.several("ID", id, cluster), inputs.group(group, id, cluster)
-    number = int(inputs.number("PORT", port) or 0)
+    number = int(inputs.number("PORT", port, most=65535) or 0)
     site = sites.of_file(cluster)
     jobs = tensorboards.chosen(site, names, wanted)
 

@@ -23,6 +23,7 @@ from spotrun.spec.cluster import PoolSpec
 
 TRACES = Path(__file__).parents[1] / "bench" / "data" / "traces"
 RUNS = 100  # windows, unless the operator says otherwise
+MOST = 100_000  # windows: all are in memory
 LOCAL_SPOT = 0.3  # USD an hour, the assumed price of a spot machine of the local cloud
 LEAST = 4.0  # if the job has no deadline, a window is this many times as long as a start and its work on all nodes
 DROPPED = ("script", "keep", "deadline", "budget", "work", "restart_time", "checkpoint_interval")

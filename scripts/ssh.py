@@ -287,8 +287,9 @@ def _open(access: Access, record: HostRecord, gateway: Connection | Tunnel | Non
 def _run(
     connection: StrictConnection, node: str, command: str, timeout: float, on_output: Callable[[str], None]
 ) -> Outcome:
-    # `timeout` runs on the node: a time limit here alone would leave the command running there.
-    wrapped = f"timeout -k 5 {timeout:g} bash -c -- {shlex.quote(command)}"
+    # `timeout` runs on the node: a time limit here alone would leave the command running there. If a signal ends the
+    # command, `timeout` ends with the same signal. SSH has no exit status then, so a shell makes one of it.
+    wrapped = f"timeout -k 5 {timeout:g} bash -c -- {shlex.quote(command)}; exit $?"
     deadline = time.monotonic() + timeout + GRACE
     kept, total = "", 0
     try:

@@ -105,3 +105,19 @@ def test_a_measurement_that_is_interrupted_leaves_no_job(
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_measurement_that_fails_keeps_no_node(cluster: Harness, tmp_path: Path) -> None:
+    """Nobody looks at that node, and it would cost money for as long as the job file says."""
+    (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
+    file = tmp_path / "job.yaml"
+    values = {"name": "fails", "script": "train.py", "max_restarts": 0, "keep_on_failure": "30m", "group": "sweep"}
+    file.write_text(json.dumps(values))
+    done = subprocess.run(
+        command(cluster, "--measure", "3s", job=file), cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("no speed: the script exited with code 3") == 2
+    found = [job for job in cluster.ctl("jobs") if job["job"].startswith("fails")]
+    assert [(job["phase"], job["kept"], job["group"]) for job in found] == [("failed", None, None)] * 2
+    assert all(job["job"].startswith("fails-measure-") for job in found)  # `after: [fails]` means no measurement

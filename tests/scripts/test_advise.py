@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from datetime import date
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from xml.etree import ElementTree
 
 import pytest
 
-from scripts import advise, advising, bars, candidates
+from scripts import advise, advising, bars, candidates, control
 from scripts.advise import Kind
+from scripts.ssh import Access, Unreachable
 from spotrun.cloud import prices
+from spotrun.errors import SpotrunError
 from spotrun.head.capacity.observe import SCALING
 from spotrun.head.speeds import Speed
 from spotrun.spec import ClusterSpec, JobSpec
@@ -101,12 +104,50 @@ def test_recorded_runs_of_the_same_script_count(tmp_path: Path) -> None:
     jobs = [
         accounts.job(1, speeds=[old], progress=progress),
         accounts.job(2, speeds=[new], progress=progress),
+        accounts.job(4, speeds=[speed("double", 3.0, at=3.0)]).replace(
+            spec=JobSpec(script="train.py", name="job-measure")
+        ),
         accounts.job(3, speeds=[speed("single", 99.0, at=9.0)]).replace(
             spec=JobSpec(script="train.py", name="job", args=("--big",))
         ),
     ]
     store = accounts.store(tmp_path, *jobs)
-    assert candidates.recorded(store, "c", JobSpec(script="train.py")) == ([new], 800.0)
+    assert candidates.recorded(store, "c", JobSpec(script="train.py")) == (
+        [new, speed("double", 3.0, at=3.0)],
+        800.0,
+    )
+
+
+def test_the_name_of_a_measurement_is_a_name() -> None:
+    for name in ("a", "a" * 40, f"{'a' * 31}-b"):
+        found = candidates.measuring(name)
+        assert found.endswith("-measure")
+        assert JobSpec(script="train.py", name=found).name != name
+
+
+def test_a_stop_that_the_head_has_not_heard_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a measurement would train on to its end, and cost money."""
+    answers: list[Exception] = [Unreachable("the connection to the head broke"), SpotrunError("it has already ended")]
+
+    def ask(*_: object) -> None:
+        raise answers.pop(0)
+
+    monkeypatch.setattr(control, "ask", ask)
+    access = cast(Access, None)
+    assert not candidates._asked_to_stop(access, "a-1")
+    assert candidates._asked_to_stop(access, "a-1")
+
+
+@pytest.mark.parametrize(("error", "told"), [(Unreachable("away"), True), (SpotrunError("it has ended"), False)])
+def test_only_a_job_that_may_run_is_warned_about(
+    error: SpotrunError, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(control, "ask", ask)
+    candidates._stop(cast(Access, SimpleNamespace(file="c.yaml")), "a-1")
+    assert ("may still run, and cost money" in capsys.readouterr().err) == told
 
 
 def test_other_machine_types_of_the_region_are_compared() -> None:

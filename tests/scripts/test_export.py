@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import math
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +145,27 @@ def test_blocks_that_cannot_be_read_are_named(
 def test_a_run_without_points(tmp_path: Path) -> None:
     with pytest.raises(SpotrunError, match="has no metrics"):
         export(store(tmp_path / "bucket", job(1)), "csv", tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "tensorboard"])
+def test_a_full_disk_leaves_the_earlier_export(
+    kind: str, bucket: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a table would look like the whole of a shorter run."""
+    out = tmp_path / "out"
+    export(bucket, kind, out)
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    writes = {
+        "csv": "csv.writer",
+        "parquet": "pyarrow.parquet.ParquetWriter.write_table",
+        "tensorboard": "scripts.event_files.EventFile.add",
+    }
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(time, "time", lambda: 2e9)  # event files have the second in their names
+    monkeypatch.setattr(writes[kind], full)
+    with pytest.raises(SpotrunError, match=rf"^{out}.*: cannot be written: No space left on device$"):
+        export(bucket, kind, out)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before

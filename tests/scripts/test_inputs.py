@@ -78,6 +78,8 @@ WRONG = [
     ("logs", {"rank": "first"}, "RANK: 'first': allowed: a whole number, at least 0"),
     ("logs", {"tail": "0"}, "TAIL: '0': allowed: a whole number, at least 1"),
     ("dashboard", {"port": "70000"}, "PORT: '70000': allowed: a whole number from 0 to 65535"),
+    ("tensorboard", {"port": "70000"}, "PORT: '70000': allowed: a whole number from 0 to 65535"),
+    ("simulate", {"runs": "999999999"}, "RUNS: '999999999': allowed: a whole number from 1 to 100000"),
     ("run", {"cmd": "id", "timeout": "abc"}, "TIMEOUT: 'abc': allowed: seconds, or a number with s, m,"),
     ("run", {"cmd": "id", "timeout": "-5"}, "TIMEOUT: '-5': allowed: seconds"),
     ("run", {"cmd": "id", "timeout": "nan"}, "TIMEOUT: 'nan': allowed: seconds"),

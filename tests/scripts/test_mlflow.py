@@ -184,3 +184,25 @@ def test_a_server_that_is_not_there(bucket: Store, monkeypatch: pytest.MonkeyPat
 def test_without_an_address(bucket: Store) -> None:
     with pytest.raises(SpotrunError, match="OUT is missing: give MLflow's tracking URI"):
         export_runs.export(bucket, "c", JOB, "mlflow", "")
+
+
+def test_what_is_no_address(bucket: Store) -> None:
+    with pytest.raises(SpotrunError, match=r"^OUT: 'http://\[::1': is not an address: Invalid IPv6 URL$"):
+        export_runs.export(bucket, "c", JOB, "mlflow", "http://[::1")
+
+
+def test_a_password_in_the_address_is_not_told(server: Server, bucket: Store) -> None:
+    uri = server.uri.replace("://", "://ann:s3cret@")
+    assert export_runs.export(bucket, "c", JOB, "mlflow", uri)["where"].endswith(f" at {server.uri}")
+    server.refuse = f"not at {uri}"
+    with pytest.raises(SpotrunError, match=rf"^MLflow at {server.uri}: [A-Z_]+: not at {server.uri}$"):
+        export_runs.export(bucket, "c", JOB, "mlflow", uri)
+
+
+def test_a_server_that_never_answers_is_not_waited_for_long(
+    server: Server, bucket: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default, MLflow's client waits for 8 minutes."""
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT", raising=False)
+    export_runs.export(bucket, "c", JOB, "mlflow", server.uri)
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "30"

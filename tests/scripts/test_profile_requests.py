@@ -134,7 +134,7 @@ def test_a_screenful(tmp_path: Path) -> None:
     said = text(tidy(profile_requests.document(store, "digits-1", 5, [trace, lost], {"spot-3": "no answer"})))
     lines = said.splitlines()
     assert len(lines) < 40
-    assert lines[0] == "rank 0 on spot-1: 3 of 5 steps, from step 7 on (more would be too large or take too long)"
+    assert lines[0] == f"rank 0 on spot-1: 3 of 5 steps, from step 7 on ({profile_requests.FEWER})"
     assert lines[1].split() == ["ms", "share", "calls", "operation,", "own", "time"]
     assert lines[2].split() == ["1000.00", "1.0%", "0", "op0"]
     assert "rank 1 on spot-2: no trace: the generation has ended" in lines

@@ -56,6 +56,19 @@ def test_another_key_does_not_open(standin: Machines, tmp_path: Path) -> None:
         control.ask(access, "status")
 
 
+@pytest.mark.parametrize(
+    ("verb", "more"), [("status", ""), ("stop", "; it may have got the request, and still do what was asked")]
+)
+def test_a_head_that_does_not_answer_in_time(
+    verb: str, more: str, standin: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that is stopped: it does later what was asked."""
+    monkeypatch.setattr(control, "_command", lambda *_: "sleep 600")
+    message = f"^the head does not answer in time{more}$"
+    with control.open_head(standin.access) as head, pytest.raises(ssh.Unreachable, match=message):
+        head.ask(verb, timeout=0.5)
+
+
 def test_machines_that_are_not_there(standin: Machines) -> None:
     with pytest.raises(SpotrunError, match="spot-9: there is no such machine in cluster c"):
         ssh.read_host(standin.access, "spot-9")
@@ -91,6 +104,15 @@ def test_a_command_that_takes_too_long_is_ended_on_the_node(standin: Machines) -
     assert not ssh.run(standin.access, ["head"], "echo began; exec sleep 600", 0.5, outcomes.append)
     assert outcomes[0].code == ssh.EXIT_TIMEOUT
     assert outcomes[0].output == "began\nended after 0.5 s; give it more time with TIMEOUT=\n"
+
+
+def test_a_command_that_a_signal_ends_has_failed(standin: Machines) -> None:
+    """Such as a program that crashes, or that the system kills because memory is short. The node was reached."""
+    outcomes: list[ssh.Outcome] = []
+    assert not ssh.run(standin.access, ["head"], "echo began; kill -9 $$", 20, outcomes.append)
+    assert outcomes[0].reached
+    assert outcomes[0].code == 128 + 9
+    assert outcomes[0].output.startswith("began\n")
 
 
 def test_a_command_that_reads_its_input_finds_the_end(standin: Machines) -> None:
