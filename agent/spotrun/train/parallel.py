@@ -295,11 +295,10 @@ class Exchange:
         return sum(each._version for model in self._models for each in model.parameters())
 
 
-def explained(error: Exception, models: Iterable[Parallel]) -> Exception:
-    """The error of a backward pass. If it follows from an option that the script has not given, it says so now."""
+def explain(error: Exception, models: Iterable[Parallel]) -> None:
+    """Have the error of a backward pass say so if it follows from an option that the script has not given."""
     if _TWICE in str(error) and any(model.refuses_unused for model in models):
         error.add_note(_REENTRANT)
-    return error
 
 
 def share(tensors: Iterable[torch.Tensor]) -> None:

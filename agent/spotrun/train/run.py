@@ -30,7 +30,7 @@ from spotrun.train.distributed import (
     rank_and_world,
 )
 from spotrun.train.encoding import Stateful
-from spotrun.train.parallel import Exchange, Parallel, explained, include_unfrozen
+from spotrun.train.parallel import Exchange, Parallel, explain, include_unfrozen
 from spotrun.train.regroup import Membership
 from spotrun.train.rng import Seeds, reseed, seed_all
 from spotrun.train.sampler import ElasticSampler, when_asked
@@ -104,8 +104,7 @@ class Run:
             context, control, self._state, device, local_rank, cpu_group(device), self._models, self._membership
         )
         self._clock = self._boundary.clock
-        self._epochs = 1
-        self._ended = -1  # epochs of the loops over epochs that have ended; -1: none has
+        self._epochs, self._ended = 1, -1  # _ended: epochs of the loops over epochs that have ended; -1: none has
         self._stepped: int | None = None  # the epoch in which steps() was called
         self._sampler: ElasticSampler | None = None  # of the loader that was given to steps()
         self._iterator: Iterator[Any] = iter(())
