@@ -139,3 +139,6 @@ def test_a_command_on_the_head(fab: Fab) -> None:
     assert "42" in done.stdout
     failing = fab("run", "--cmd", "exit 3", "--node", "head")
     assert failing.returncode == 1
+    killed = fab("run", "--cmd", "kill -9 $$", "--node", "head")  # OpenSSH has no exit status for a signal
+    assert killed.returncode == 1
+    assert "137" in killed.stdout + killed.stderr
