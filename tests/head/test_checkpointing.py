@@ -202,7 +202,7 @@ async def test_a_new_head_does_not_wait_for_a_checkpoint_that_is_complete(
         manifest = Manifest(job=state.id, generation=1, step=completed, created=now, files=())
         await world.head.journal.complete(manifest, keep=3)
     world.new_head(2)
-    found, _ = await world.head.journal.take_up(state.id, 2, now)
+    found, *_ = await world.head.journal.take_up(state.id, 2, now)
     if completed and completed >= REF.step:
         assert found.saving is None
         assert found.newest == (1, completed)
@@ -223,7 +223,7 @@ async def test_a_job_whose_checkpoint_is_broken_does_not_begin_again(tmp_path: P
     await world.head.journal.write(state.replace(checkpoints=refs), [], now)
     world.store.put(checkpoint_key(state.id, REF.step), b"junk")
     world.new_head(2)
-    found, _ = await world.head.journal.take_up(state.id, 2, now)
+    found, *_ = await world.head.journal.take_up(state.id, 2, now)
     assert found.checkpoints == refs[-1:]
 
 

@@ -115,6 +115,17 @@ async def test_an_older_head_keeps_the_unknown_keys_of_a_job_file(world: World) 
     assert world.orders["a"][-1].jobs[0].bundle.job == expected
 
 
+async def test_an_older_head_says_which_keys_of_a_state_it_drops(world: World) -> None:
+    """Such as a limit that an operator has set with a newer version."""
+    job = await world.started()
+    rewrite(world, job_key(job.id, "state.json"), lambda state: state | {"limit": 5.0, "another": None})
+    for epoch in (2, 3):
+        world.new_head(epoch)
+        await world.turn()
+        said = [each["text"] for each in world.head.events.of(job.id) if "version" in each["text"]]
+        assert said == ["this head is of another version, and ignores another, limit"], "once"
+
+
 async def test_a_newer_head_reads_what_an_older_one_kept(world: World) -> None:
     """Documents of spotrun 0.1 have no format, and its queue is a list."""
     job = await world.started()

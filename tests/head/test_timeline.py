@@ -136,6 +136,6 @@ async def test_a_new_head_goes_on_with_the_timeline(tmp_path: Path) -> None:
     written = read(await asyncio.to_thread(world.store.get, job_key(state.id, "timeline.json")))
     assert list(written) == list(before.timeline)
     world.new_head(2)
-    found, _ = await world.head.journal.take_up(state.id, 2, world.clock())
+    found, *_ = await world.head.journal.take_up(state.id, 2, world.clock())
     assert {span.node for span in found.timeline} == {span.node for span in written}
     assert max(span.end for span in found.timeline) <= found.counted_at

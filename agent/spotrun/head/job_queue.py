@@ -206,7 +206,7 @@ def _is_due(head: Head, job: str) -> bool:
 
 async def _take_up_one(head: Head, job: str) -> None:
     try:
-        state, events = await head.journal.take_up(job, head.epoch, head.clock())
+        state, events, unknown = await head.journal.take_up(job, head.epoch, head.clock())
     except UnreadableError as error:
         park(head, job, str(error))
     except JobNotFound as error:
@@ -216,6 +216,8 @@ async def _take_up_one(head: Head, job: str) -> None:
         head.parked.pop(job, None)
         head.states[job] = state
         head.events.load(job, events)
+        if unknown:  # such as an operator's setting, before a return to this version
+            head.add_event("job", f"this head is of another version, and ignores {', '.join(unknown)}", job=job)
 
 
 async def relaunch(head: Head, job: str) -> None:

@@ -189,25 +189,34 @@ class Journal:
             return await self._read(job, own=True)
 
     async def _read(self, job: str, own: bool) -> JobState:
+        return self._parse(job, await self._find(job, own))
+
+    async def _find(self, job: str, own: bool) -> bytes:
         data, key = None, job_key(job, "state.json")
         if re.fullmatch(r"[a-z0-9][a-z0-9-]*", job):  # anything else could name another object
             data = await (self._fenced.find(key) if own else asyncio.to_thread(self.store.find, key))
         if data is None:
             known = "" if own else await asyncio.to_thread(namesakes, self.store, job)
             raise JobNotFound(f"there is no job {job} in {self.store.url}{known}")
+        return data
+
+    def _parse(self, job: str, data: bytes) -> JobState:
         try:
             return JobState.model_validate_json(data)
         except ValueError as error:
+            key = job_key(job, "state.json")
             raise UnreadableError(f"{self.store.url}: {key} is not readable: {problem(error)}") from None
 
-    async def take_up(self, job: str, epoch: int, now: float) -> tuple[JobState, list[Event]]:
+    async def take_up(self, job: str, epoch: int, now: float) -> tuple[JobState, list[Event], list[str]]:
         """A job that head `epoch` takes over, with the checkpoints that are in the bucket, and its events.
 
+        The last value: keys of the state that this version does not know. The next write leaves them out.
         A checkpoint is not under way any more if the last head died between completing it and writing that down. For
         the clock of the last head, see `job_state.by_clock`.
         """
         async with self._lock(job):
-            state = await self._read(job, own=True)
+            data = await self._find(job, own=True)
+            state, unknown = self._parse(job, data), sorted(json.loads(data).keys() - JobState.model_fields.keys())
             events = read_events(await self._fenced.find(job_key(job, "events.jsonl")))
             timeline = read(await self._fenced.find(job_key(job, "timeline.json")), state.counted_at)
         try:
@@ -224,7 +233,7 @@ class Journal:
             state = state.replace(kept_node=kept.replace(until=min(kept.until, now + most)))
         if (saving := state.saving) and (saving.ref.generation, saving.ref.step) <= state.newest:
             state = state.replace(saving=None)
-        return by_clock(state, now), events
+        return by_clock(state, now), events, unknown
 
     async def events(self, job: str) -> list[Event]:
         """The events of a job as the bucket has them."""
