@@ -87,8 +87,8 @@ def measure(site: Site, path: str, seconds: float, say: Callable[[str], None]) -
             "on": "success",
             "keep": [],
         }
-        # The speed is wanted, not the result. Later jobs of `after` and `inputs`, and whoever follows the group, mean
-        # others than this job. Nobody looks at the node on which it fails.
+        # The speed is wanted, not the result. Other jobs' `after` and `inputs`, and those who follow the group, do not
+        # mean this job. Nobody looks at the node on which it fails.
         one |= {"name": measuring(job.name), "group": None, "deadline": None, "keep_on_failure": None}
         asked = {"job": job.model_dump(mode="json") | one, "code": packed.sha256}
         with ctrl_c.all_ends():

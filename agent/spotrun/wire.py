@@ -242,6 +242,7 @@ class Report(Document):
 
     kind: Literal["report"] = "report"
     version: int = VERSION  # of the documents that the agent writes and reads
+    code: str = ""  # digest of the agent's code: workers with different code may not understand each other
     node: str
     boot: str
     pool: str
@@ -270,8 +271,7 @@ class Report(Document):
         if "jobs" in values:  # from `text`, with the keys of both versions
             return {**values, "phase": phase if own else "ready"}
         found = {key: values[key] for key in JobReport.model_fields if key in values and key != "devices"}
-        if own:
-            found["phase"] = "idle"
+        found |= {"phase": "idle"} if own else {}
         workers, count = found.get("phase") in ("starting", "running"), values.get("devices", 1)
         found["devices"] = range(count) if workers and isinstance(count, int) and count <= 1024 else ()
         jobs = [found] if values.get("job") else []

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from spotrun.head import events, status
 from spotrun.head.allocation.assignment import as_it_is
 from spotrun.head.costs import job_totals
+from spotrun.head.events import Event
 from spotrun.head.job_state import Action, Cause, Drain, EndGeneration, Progress, Release, Start, apply
 from spotrun.head.orders import JobOrders
-from spotrun.head.planner import failures
+from spotrun.head.planner import failures, regroup
 from spotrun.head.planner.plan import plan
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import FleetView, Node, View, bound
@@ -966,3 +968,17 @@ def test_workers_that_did_not_go_on_well_are_replaced(cause: str, step: int, wan
     after = apply(before, EndGeneration(Cause(kind=cause)), NOW)
     assert after.new_workers == wanted
     assert apply(after, again(A), NOW).new_workers == wanted
+
+
+def test_machines_of_two_versions() -> None:
+    """Workers of two versions may not understand each other: the event says so before the job fails."""
+    nodes = [node(A, code="one"), node(B, code="one"), node(C, code="another"), node(D)]
+    alike, mixed = (regroup.start(each, KILL, regroup=True) for each in (nodes[:2], nodes))
+    assert (alike.others, mixed.others) == ((), (C,)), "the last one is of a version that does not tell its code"
+    said = status.event(job(), mixed)
+    assert said is not None
+    assert said[1] == (
+        "1: 4 nodes (a, b, c, d) (kill: b); other version of spotrun: c; the job may fail: update a cluster between "
+        "two jobs"
+    )
+    assert events.members([Event(at=NOW, kind=said[0], text=said[1])]) == {1: [A, B, C, D]}

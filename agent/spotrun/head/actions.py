@@ -19,6 +19,7 @@ class Start:
     cause: Cause | None = None
     regroup: bool = False  # as in `Generation`
     planned: bool = False  # whether the drain has named this generation as the next one
+    others: tuple[str, ...] = ()  # nodes whose code of spotrun is not that of the first one
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ from spotrun.head.view import FleetView, Node, View, is_taken
 from spotrun.spec import ClusterSpec
 from spotrun.text import count
 
+_OTHERS = "other version of spotrun: {}; the job may fail: update a cluster between two jobs"
+
 
 def status(
     cluster: ClusterSpec,
@@ -274,7 +276,8 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
     match action:
         case Start():
             number = job.following.number if action.planned and job.following else job.next_number
-            return events.BEGUN, f"{events.begun(number, [member.node for member in action.members])}{_why(action)}"
+            text = f"{events.begun(number, [member.node for member in action.members])}{_why(action)}"
+            return events.BEGUN, text + (f"; {_OTHERS.format(', '.join(action.others))}" if action.others else "")
         case EndGeneration() if action.ending:
             failed = action.ending.phase == "failed"
             return (

@@ -1,6 +1,6 @@
 """Which code of spotrun a process has. Processes that share memory, or hand each other values, must have the same.
 
-If an operator brings a newer version beside a running local cluster, machines that start later have the newer code.
+If an operator brings a newer version beside a running cluster, machines that start later have the newer code.
 """
 
 from __future__ import annotations
@@ -8,14 +8,21 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import xxhash
 
-def stamp() -> str:
-    """The package's folder, the number of its files and the newest change of one, as they are now."""
-    folder, times = Path(__file__).parents[1], [0]
-    for path in folder.rglob("*.py"):
+_PACKAGE = Path(__file__).parents[1]
+
+
+def digest(package: Path = _PACKAGE) -> str:
+    """A hex digest of the names and contents of a package's Python files, as they are now. Takes 6 ms for spotrun."""
+    found = xxhash.xxh3_64()
+    for path in sorted(package.rglob("*.py")):
         with contextlib.suppress(OSError):  # it has just been replaced
-            times.append(path.stat().st_mtime_ns)
-    return f"{folder} {len(times)} {max(times)}"
+            text = path.read_bytes()
+            found.update(f"{path.relative_to(package)} {len(text)} ".encode())
+            found.update(text)
+    return found.hexdigest()
 
 
-STAMP = stamp()  # of this process: import this module when it starts
+DIGEST = digest()  # of this process: import this module when it starts
+STAMP = f"{DIGEST} {_PACKAGE}"  # a process that is forked also needs the files later

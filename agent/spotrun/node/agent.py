@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from spotrun.machine import source
 from spotrun.machine.gpus import device_count
 from spotrun.machine.metadata import Identity
 from spotrun.machine.systemd import Systemd
@@ -245,6 +246,7 @@ class Agent:
             phase = "unfit" if unfit else "ready"
         jobs = tuple(runner.report for runner in self._runners.values() if runner.report is not None)
         report = Report(
+            code=source.DIGEST,
             node=self.identity.name,
             boot=self.boot,
             pool=self.pool,

@@ -74,10 +74,11 @@ def catch_up(view: View) -> tuple[Action, ...]:
     job, wanted = view.job, view.job.following
     if wanted is None:
         return ()
-    begun = Start(wanted.members, wanted.store, job.draining.cause if job.draining else None, True, planned=True)
     joined = gone_on(view)
     known = {(node.name, node.report.boot): node for node in view.nodes}
     nodes = [(member, known.get((member.node, member.boot))) for member in wanted.members]
+    cause, others = job.draining.cause if job.draining else None, _others([node for _, node in nodes if node])
+    begun = Start(wanted.members, wanted.store, cause, True, planned=True, others=others)
     formed = any(worker.phases[2] for node in joined for worker in node.work.workers)  # then all members are there
     # After the drain's end, another job can get a node. Then the generation that the drain has named ends by itself.
     # If the job gets that node back, the node may still end its old workers. Until they have ended, it is idle.
@@ -122,7 +123,13 @@ def start(nodes: list[Node], cause: Cause | None, regroup: bool) -> Start:
         Member(node=n.name, boot=n.report.boot, address=n.report.address, devices=n.devices, share=n.share)
         for n in nodes
     )
-    return Start(found, nodes[0].work.store, cause, regroup=regroup)
+    return Start(found, nodes[0].work.store, cause, regroup=regroup, others=_others(nodes))
+
+
+def _others(nodes: list[Node]) -> tuple[str, ...]:
+    """The nodes whose code of spotrun is not that of the first one. Agents of old versions do not tell their code."""
+    told = [node for node in nodes if node.report.code]
+    return tuple(node.name for node in told if node.report.code != told[0].report.code)
 
 
 def reason(view: View) -> str:
