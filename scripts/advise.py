@@ -75,9 +75,10 @@ def rank(
     return sorted(found, key=_order)
 
 
-def given(kind: Kind, rate: float) -> Speed:
-    """What the operator says instead of a measurement: samples per second of one machine."""
-    return Speed(pool=kind.pool, nodes=1, devices=kind.devices, samples_per_second=rate, samples=0.0, steps=0, at=0.0)
+def given(kind: Kind, rate: float, speeds: Iterable[Speed]) -> list[Speed]:
+    """The speeds, with what the operator says instead of this kind's: samples per second of one machine."""
+    said = Speed(pool=kind.pool, nodes=1, devices=kind.devices, samples_per_second=rate, samples=0.0, steps=0, at=0.0)
+    return [*(each for each in speeds if each.pool != kind.pool), said]
 
 
 def document(options: Sequence[Option], job: str, work: float | None, warnings: Sequence[str]) -> dict[str, Any]:

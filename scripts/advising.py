@@ -37,7 +37,7 @@ def advise(
     kinds = candidates.kinds(site.cluster, job, seen, say)
     counts = range(job.nodes.min, job.nodes.max + 1)
     if rate is not None and kinds:
-        speeds = [*speeds, ranking.given(kinds[0], rate)]
+        speeds = ranking.given(kinds[0], rate, speeds)
     options = ranking.rank(kinds, counts, speeds, work)
     return ranking.document(options, job.name, work, candidates.warnings(kinds))
 

@@ -143,6 +143,7 @@ def _to_mlflow(state: JobState, names: dict[str, str], curves: Iterator[Curve], 
         urlsplit(uri)
     except ValueError as error:
         raise SpotrunError(f"OUT: {_public(uri)!r}: is not an address: {error}") from None
+    run, done = None, False
     try:
         client = library.MlflowClient(tracking_uri=uri)
         found = client.get_experiment_by_name(state.name)
@@ -154,8 +155,13 @@ def _to_mlflow(state: JobState, names: dict[str, str], curves: Iterator[Curve], 
         sent = sum(_send(library, client, run.info.run_id, curve, names[curve.name]) for curve in curves)
         status = {"succeeded": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}.get(state.phase, "RUNNING")
         client.set_terminated(run.info.run_id, status, int((state.ended or state.submitted) * 1000))
+        done = True
     except library.exceptions.MlflowException as error:
         raise SpotrunError(f"MLflow at {_public(uri)}: {_public(' '.join(str(error).split()))[:500]}") from None
+    finally:
+        if run is not None and not done:  # a part of the numbers would look like all of them
+            with contextlib.suppress(library.exceptions.MlflowException):
+                client.delete_run(run.info.run_id)
     return {"where": f"run {run.info.run_id} of experiment {state.name} at {_public(uri)}", "points": sent}
 
 

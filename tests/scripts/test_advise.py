@@ -89,12 +89,14 @@ def test_what_is_not_known_is_last_and_is_said() -> None:
 
 def test_a_given_speed_is_that_of_one_pool() -> None:
     l4, other, unknown = kind("l4", 0.3, throughput=121.0), kind("", 1.0, throughput=242.0, machine="b"), QUAD
-    found = advise.rank([l4, other, unknown], (1,), [advise.given(l4, 10.0)], 3600.0)
+    found = advise.rank([l4, other, unknown], (1,), advise.given(l4, 10.0, [speed("l4", 7.0, 4)]), 3600.0)
     assert {each.kind.machine: (each.rate, each.source) for each in found} == {
         "l4": (10.0, "given"),
         "b": (20.0, "estimate"),
         "quad": (None, ""),
     }
+    four = advise.rank([l4], (4,), advise.given(l4, 10.0, [speed("l4", 7.0, 4)]), 3600.0)
+    assert four[0].source == "given", "and what was measured does not count"
 
 
 def test_recorded_runs_of_the_same_script_count(tmp_path: Path) -> None:

@@ -60,6 +60,10 @@ class Server(ThreadingHTTPServer):
             case "runs/log-batch":
                 self.batches.append(data["metrics"])
                 return {}
+            case "runs/delete":
+                assert data == {"run_id": "r1"}
+                self.run = {}
+                return {}
             case "runs/update":
                 self.run |= data
                 return {"run_info": self._info()}
@@ -168,6 +172,7 @@ def test_what_the_server_refuses_is_told(server: Server, bucket: Store) -> None:
     server.refuse = "too many names"
     with pytest.raises(SpotrunError, match=rf"^MLflow at {server.uri}: INVALID_PARAMETER_VALUE: too many names$"):
         export_runs.export(bucket, "c", JOB, "mlflow", server.uri)
+    assert server.run == {}, "a run with a part of the numbers would look whole"
 
 
 def test_a_server_that_is_not_there(bucket: Store, monkeypatch: pytest.MonkeyPatch) -> None:
