@@ -231,6 +231,14 @@ CASES: dict[str, tuple[Observation, Decision]] = {
         seen((dying(pool("a", 4, 3), "a-1"),), 2, frozenset({"a-0", "a-2"})),
         Decision({}, ("a-1", "a-3")),
     ),
+    "machines of a short pool take long to end, and one is still to be made: the idle one goes all the same": (
+        Observation(
+            (dying(pool("a", 4, 3, short=True), "a-2", "a-3"), pool("b", 3, most=3)),
+            (Need(4, order=("b", "a")),),
+            frozenset({"b-0", "b-1", "b-2"}),
+        ),
+        Decision({}, ("a-3", "a-2", "a-1")),
+    ),
     "the cloud ends a machine, and one is too much: no healthy one goes in its place": (
         seen((dying(pool("a", 3), "a-0"),), 2),
         Decision({}, ("a-0",)),

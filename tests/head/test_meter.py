@@ -259,3 +259,17 @@ def test_the_price_of_an_hour_counts_machines_that_run() -> None:
     meter, _ = Meter().read(seen(NOW, machine(A), machine(B)), ALL, {})
     _, uses = meter.read(seen(NOW + 4, machine(A)), ALL, {})
     assert hourly(uses["j"], Rates({"p": 3.6})) == pytest.approx(3.6)
+
+
+def test_a_machine_that_was_made_and_joined_while_the_cloud_did_not_answer() -> None:
+    """Its time counts from when it was made, as soon as the cloud says that."""
+    joined = seen(NOW + 5, nodes=(node(A),), listed=False, listed_at=NOW)
+    listed = [seen(NOW + at, machine(created=NOW + 2), nodes=(node(A),)) for at in (9, 10)]
+    assert read(EMPTY, joined, *listed, paid=NOW + 4)["j"] == 8
+
+
+def test_a_machine_that_is_repaired_while_the_cloud_does_not_answer_pays_nothing_twice() -> None:
+    ran, stands = machine(created=NOW + 2), machine(created=NOW + 2, state="stopping")
+    before = (seen(NOW + 4, ran), seen(NOW + 5, stands), seen(NOW + 6, stands))
+    back = (seen(NOW + 8, nodes=(node(A),), listed=False, listed_at=NOW), seen(NOW + 9, ran, nodes=(node(A),)))
+    assert read(EMPTY, *before, *back, paid=NOW + 8)["j"] == 2 + 1

@@ -188,3 +188,28 @@ async def test_what_idle_machines_cost_is_kept_while_a_pool_refuses_its_size(tmp
     assert ("resize", ("p", 0)) in world.cloud.calls
     found = json.loads(world.store.get(idle_key("c")))
     assert found["node_seconds"] > 10
+
+
+async def test_a_pool_that_took_its_size_though_the_answer_was_lost_is_not_short(world: World) -> None:
+    """Otherwise it would count as short until its next size, and other pools would stand in for each lost machine."""
+    resize = world.cloud.resize
+
+    async def lose(pool: str, size: int) -> None:
+        await resize(pool, size)
+        raise CloudError(f"pool {pool}: Google does not answer")
+
+    world.cloud.resize = lose  # type: ignore[method-assign]
+    await world.with_machines(min=1, max=2)
+    assert world.cloud.size == {"p": 2, "q": 0}
+    assert [pool.supply for pool in world.head.fleet.pools()] == ["open", "open"]
+
+
+async def test_a_refusal_is_forgotten_once_the_pool_is_asked_for_nothing(world: World) -> None:
+    await world.with_machines(min=1, max=2)
+    world.cloud.refuse = {"p"}
+    with pytest.raises(CloudError):
+        await world.head.fleet.scale({"p": 3})
+    assert [pool.supply for pool in world.head.fleet.pools()] == ["short", "open"]
+    await world.look()  # the job wants two machines, which are there
+    assert [pool.supply for pool in world.head.fleet.pools()] == ["open", "open"]
+    assert world.cloud.size == {"p": 2, "q": 0}

@@ -136,4 +136,4 @@ class Scaler:
         self._going |= {name: head.fleet.made(name) for name in (*remove, *emptied)}
         if resize or remove:
             await head.check_epoch()  # the cloud may have taken long to answer
-            await head.fleet.scale(resize, remove)
+        await head.fleet.scale(resize, remove)

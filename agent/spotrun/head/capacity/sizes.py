@@ -125,7 +125,8 @@ def decide(seen: Observation) -> Decision:
         replaced = max(0, len(pool.states) - pool.size)
         ending = [name for name in idle if name in pool.ending][: max(0, surplus - pending) + replaced]
         lowered = max(0, len(ending) - replaced)
-        left, spare = surplus - pending - lowered, spare - lowered
+        left = surplus - pending - lowered
+        spare -= 0 if pool.supply == "short" else lowered  # there, those that end do not count as spare: see `serving`
         idle = [name for name in idle if name not in pool.ending]
         abandoned = [name for name in idle if pool.states[name] == "abandoned"][: max(0, left)]
         left -= len(abandoned)

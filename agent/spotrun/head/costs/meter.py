@@ -122,7 +122,9 @@ class Meter:
             if before is None and created:
                 before = self.gone.get((name, created))  # it runs again
             since = (machine.started if machine else 0.0) or created
-            if before is not None and since > before.first:  # the cloud says only now when it started
+            known = (before is not None and before.created > 0) or (name, created) in self.gone
+            early = before is not None and not known and began < since < before.first
+            if before is not None and (early or since > before.first):  # the cloud says only now when it started
                 _correct(uses, name, before, since, before.first)
             mine, first = payers.get(name, {NOBODY: 1.0}), view.now
             for payer, share in mine.items():
@@ -130,7 +132,7 @@ class Meter:
                 start = max(before.until, before.stood) if before else min(start, view.now)
                 uses[payer].append(Use(name, pool, start, view.now, share))
                 first = min(first, start)
-            first = max(before.first, since) if before else first
+            first = (since if early else max(before.first, since)) if before else first
             seen = max(_sign(view, name), before.seen if before else since)
             found[name] = Counted(pool, created, since, first, view.now, seen, mine)
         return found

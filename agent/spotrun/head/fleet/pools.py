@@ -40,7 +40,7 @@ class Fleet:
         self._cloud, self._clock = cloud, clock
         self._problems: list[Problem] = []  # as in the cloud's last answer
         self._unpriced = "the cloud has not been asked yet"  # why `prices` are not known; "" if they are
-        self._refused: set[str] = set()  # pools that did not take their last size
+        self._refused: dict[str, int] = {}  # by pool: the size that it did not take when it was last asked
 
     async def look(self) -> list[Problem]:
         """Ask the cloud. Returns new problems. Raises `CloudError` if the cloud does not list its machines.
@@ -89,7 +89,9 @@ class Fleet:
 
     def pools(self) -> tuple[Pool, ...]:
         """Each pool as in the cloud's last answer, for `decide`."""
-        short = {problem.pool for problem in self.problems} | self._refused
+        # A cloud may do what it is asked, although its answer is lost.
+        refused = {pool for pool, size in self._refused.items() if self.sizes.get(pool, 0) != size}
+        short = {problem.pool for problem in self.problems} | refused
         return tuple(
             Pool(
                 pool.name,
@@ -102,19 +104,20 @@ class Fleet:
         )
 
     async def scale(self, sizes: Mapping[str, int], remove: Sequence[str] = ()) -> None:
-        """Give the pools these sizes, and delete machines.
+        """Give the pools these sizes, and delete machines. Refusals of pools that keep their sizes are forgotten.
 
         Raises the last pool's refusal, once all have been asked: the others stand in for a pool that refused.
         """
         refusal: SpotrunError | None = None
+        self._refused = {pool: size for pool, size in self._refused.items() if pool in sizes}
         for pool, size in sizes.items():
             try:
                 await self._cloud.resize(pool, size)
                 self.sizes[pool] = size
-                self._refused.discard(pool)
+                self._refused.pop(pool, None)
             except SpotrunError as error:
                 refusal = error
-                self._refused.add(pool)
+                self._refused[pool] = size
         if remove:
             await self._cloud.remove(list(remove))
         if refusal:
