@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,12 +134,29 @@ async def test_remove_one_that_is_not_there_at_the_moment(cloud: GcpCloud, gce: 
     assert gce.size("demo--spot-a") == 0
 
 
-@pytest.mark.parametrize("verb", ["remove", "recreate"])
-async def test_nothing_is_done_if_one_is_unknown(cloud: GcpCloud, gce: FakeGce, verb: str) -> None:
+async def test_nothing_is_recreated_if_one_is_unknown(cloud: GcpCloud) -> None:
     node = (await pool_of(cloud, "spot-a", 1))[0]
     with pytest.raises(CloudError, match=rf"there is no machine 'nope'; machines: demo--head-\w+, {node.name}$"):
-        await getattr(cloud, verb)([node.name, "nope"])
+        await cloud.recreate([node.name, "nope"])
     assert await running(cloud, "spot-a", 1) == [node]
+
+
+async def test_one_that_cannot_be_removed_does_not_keep_the_others(
+    cloud: GcpCloud, gce: FakeGce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, other, third = await pool_of(cloud, "spot-a", 3)
+    with pytest.raises(CloudError, match="there is no machine 'nope'; machines: "):
+        await cloud.remove(["nope", other.name])
+    assert gce.size("demo--spot-a") == 2
+
+    async def members(pool: str, whole: Any = cloud._members) -> list[Any]:
+        return [each for each in await whole(pool) if each.name != taken.name]
+
+    monkeypatch.setattr(cloud, "_members", members)  # a person has taken it out of its group
+    said = f"machine {taken.name} is running but is in no group of the cluster: delete it by hand"
+    with pytest.raises(CloudError, match=said):
+        await cloud.remove([taken.name, third.name])
+    assert gce.size("demo--spot-a") == 1
 
 
 async def test_the_head_is_not_removed(cloud: GcpCloud) -> None:

@@ -80,13 +80,17 @@ class GcpCloud:
         await self.api.change(f"pool {pool}: resize to {size}", request, lambda c: c.groups.resize_unary)
 
     async def remove(self, names: Sequence[str]) -> None:
-        by_pool = await self._find_members(names)
+        by_pool, problem = await self._find_members(names)
         if HEAD in by_pool:
             raise CloudError("the head cannot be removed; `make down` ends the cluster")
         await asyncio.gather(*(self._delete(pool, [m.name for m in members]) for pool, members in by_pool.items()))
+        if problem:  # one that cannot be removed must not keep the others, which cost money
+            raise problem
 
     async def recreate(self, names: Sequence[str]) -> None:
-        by_pool = await self._find_members(names)
+        by_pool, problem = await self._find_members(names)
+        if problem:
+            raise problem
         wanted = {pool: [m.name for m in members if m.replaceable] for pool, members in by_pool.items()}
         await asyncio.gather(*(self._replace(pool, each) for pool, each in wanted.items() if each))
 
@@ -294,21 +298,32 @@ class GcpCloud:
             raise silent or _unknown(name, (node.name for node in nodes))
         return found
 
-    async def _find_members(self, names: Sequence[str]) -> dict[str, list[Member]]:
-        """The group members with these names, by pool. Raises `CloudError` if a name is unknown.
+    async def _find_members(self, names: Sequence[str]) -> tuple[dict[str, list[Member]], CloudError | None]:
+        """The group members with these names, by pool, and what is wrong with the first name that no group has.
 
         Groups list machines before they exist. `nodes` does not.
         """
         known, silent = await _ask_each({pool: self._members(pool) for pool in self._zones})
         found: dict[str, list[Member]] = {}
+        missing = []
         for name in names:
             each = next(((p, m) for p in known for m in known[p] if name in (m.name, m.id) or name == p == HEAD), None)
             if each is None:
-                if silent:  # the machine may be there
-                    raise next(iter(silent.values()))
-                raise _unknown(name, (m.name for members in known.values() for m in members))
-            found.setdefault(each[0], []).append(each[1])
-        return found
+                missing.append(name)
+            else:
+                found.setdefault(each[0], []).append(each[1])
+        if not missing:
+            return found, None
+        if silent:  # the machine may be there
+            return found, next(iter(silent.values()))
+        return found, await self._no_member(missing[0], [m.name for members in known.values() for m in members])
+
+    async def _no_member(self, name: str, members: Sequence[str]) -> CloudError:
+        try:
+            node = await self._find(name)
+        except CloudError:
+            return _unknown(name, members)
+        return CloudError(f"machine {node.name} is {node.state} but is in no group of the cluster: delete it by hand")
 
 
 async def _ask_each(questions: Mapping[str, Awaitable[T]]) -> tuple[dict[str, T], dict[str, CloudError]]:
