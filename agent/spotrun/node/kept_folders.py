@@ -122,7 +122,11 @@ def fetch(store: Store, wanted: Input, root: Path) -> None:
 
     def get(each: KeptFile) -> None:
         key = kept_key(wanted.job, wanted.ref.generation, each.at or prefix + each.name)
-        _fetch_file(store, key, each, target)
+        try:
+            _fetch_file(store, key, each, target)
+        except CorruptError as error:  # perhaps only on its way here: otherwise the job would fail for good
+            log.warning("reading it once more: %s", error)
+            _fetch_file(store, key, each, target)
 
     _for_each(get, [(each, each.size) for each in mine if not each.link])
     for each in (each for each in mine if each.link):  # last, so that no file is written through a link
