@@ -135,7 +135,7 @@ class Undecided(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize(("answers", "why"), [(False, "Connection refused"), (True, "no answer in time")])
 def test_the_same_trouble_has_the_same_text(monkeypatch: pytest.MonkeyPatch, answers: bool, why: str) -> None:
-    """With the time that each try took in it, the same trouble would be logged anew by all who log it once."""
+    """With the time that each try took in it, the same trouble would be logged again by all who log it once."""
     quick = {"timeout": "0.2s", "allow_http": True}
     options = {"client_options": quick, "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}}
     monkeypatch.setattr(client, "_quick", lambda: options)
