@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 
 import pytest
 
 from spotrun.errors import StoreError
+from spotrun.head import boot
 from spotrun.head.boot import until_changed
 from spotrun.head.identity import ClusterIdentity
 from spotrun.spec import ClusterSpec
@@ -70,3 +72,20 @@ async def test_another_clusters_description_ends_no_head(tmp_path: Path, caplog:
     assert store.looks == 3
     said = [record.getMessage() for record in caplog.records]
     assert sum("name is victim there, and c in the machine's metadata" in line for line in said) == 1
+
+
+async def test_slow_calls_for_many_jobs_keep_no_other_call_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's lease is renewed while the bucket is slow with the checkpoints of all jobs."""
+
+    async def serve(_: object) -> None:
+        answer = threading.Event()
+        slow = [asyncio.create_task(asyncio.to_thread(answer.wait, 60)) for _ in range(boot.THREADS - 1)]
+        try:
+            async with asyncio.timeout(30):
+                await asyncio.to_thread(answer.is_set)
+        finally:
+            answer.set()
+            await asyncio.gather(*slow)
+
+    monkeypatch.setattr(boot, "_serve", serve)
+    await boot.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from spotrun.errors import ConflictError, StoreError
+from spotrun.head import fenced
 from spotrun.head.fenced import FencedStore
 from spotrun.head.head import Head
 from spotrun.head.job_state import Stop, apply
@@ -132,6 +134,35 @@ async def test_an_answer_that_was_lost_is_no_conflict(tmp_path: Path) -> None:
     assert store.get("a/b") == b"another head"
 
 
+async def test_a_write_that_arrives_late_is_no_conflict(tmp_path: Path) -> None:
+    """It got no answer, and reaches the bucket after this head has looked at the object for its next write."""
+    store = Delays(str(tmp_path))
+    owned = FencedStore(store)
+    await owned.put("a/b", b"1")
+    store.delaying = True
+    for data in (b"2", b"3"):
+        with pytest.raises(StoreError):
+            await owned.put("a/b", data)
+    store.delaying = False
+    await owned.put("a/b", b"4")
+    assert store.get("a/b") == b"4"
+    assert store.arrived == [b"2"], "the other one was for an older version"
+    await FencedStore(store).put("a/b", b"another head")
+    with pytest.raises(ConflictError):
+        await owned.put("a/b", b"5")
+
+
+async def test_an_outage_takes_no_memory(tmp_path: Path) -> None:
+    """Each write that fails has other bytes, and an outage may last for days."""
+    store = Delays(str(tmp_path))
+    owned = FencedStore(store)
+    store.delaying = True
+    for number in range(3 * fenced.UNSURE):
+        with pytest.raises(StoreError):
+            await owned.put("a/b", b"%d" % number)
+    assert len(owned._unsure["a/b"]) == fenced.UNSURE
+
+
 class LosesAnswers(Store):
     """A bucket whose answers to writes get lost while `losing`."""
 
@@ -142,6 +173,33 @@ class LosesAnswers(Store):
         if self.losing:
             raise StoreError(f"cannot write {key}: operation timed out")
         return written
+
+
+class Delays(Store):
+    """A bucket to which writes come late, while `delaying`: the next read sees what was there before them."""
+
+    delaying = False
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.late: list[tuple[str, bytes, Version | None]] = []
+        self.arrived: list[bytes] = []
+
+    def replace(self, key: str, data: bytes, version: Version | None) -> Version:
+        if self.delaying:
+            self.late.append((key, data, version))
+            raise StoreError(f"cannot write {key}: operation timed out")
+        return super().replace(key, data, version)
+
+    def read(self, key: str) -> tuple[bytes | None, Version | None]:
+        found = super().read(key)
+        if not self.delaying:
+            late, self.late = self.late, []
+            for each in late:
+                with contextlib.suppress(ConflictError):
+                    super().replace(*each)
+                    self.arrived.append(each[1])
+        return found
 
 
 async def test_a_lease_that_is_renewed_is_not_taken(store: Store) -> None:

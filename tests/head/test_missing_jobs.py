@@ -10,6 +10,7 @@ import pytest
 from scripts import queue
 from scripts.control import Unfinished
 from spotrun.head.journal import Journal
+from spotrun.head.lease import claim_epoch
 from spotrun.store import Store, job_key, queue_key
 from tests.head.world import CODE, JOB, World, asked, phases
 
@@ -71,3 +72,25 @@ def test_a_state_that_is_nested_too_deeply_counts_as_one_that_may_run(tmp_path: 
     store.put(queue_key("c"), b'["toy-20260101-000000"]')
     store.put(job_key("toy-20260101-000000", "state.json"), b"[" * 100_000)
     assert queue.unfinished(store, "c", "make down FORCE=1") == [Unfinished("toy-20260101-000000")]
+
+
+async def test_a_queue_that_was_deleted_is_rebuilt(world: World) -> None:
+    """A rule of the bucket may delete what was not written for long. The nodes would end the job that trains."""
+    claim_epoch(world.store, "c")
+    running = await world.started()
+    waiting, stopped = [await world.head.submit(JOB, CODE) for _ in range(2)]
+    await asked(world, world.head, "stop", stopped)
+    world.store.delete([queue_key("c")])
+    claim_epoch(world.store, "c")
+    world.new_head(2)
+    await world.turn()
+    assert world.queue() == [running.id, waiting]
+    assert set(world.head.states) == {running.id, waiting}
+
+
+async def test_the_first_head_writes_a_queue_and_reads_no_jobs(world: World) -> None:
+    """Other clusters may have thousands of jobs in the same bucket. From then on, a missing queue was deleted."""
+    world.store.put(job_key("toy-20260101-000000", "state.json"), b"{")
+    claim_epoch(world.store, "c")
+    await world.turn()
+    assert (world.queue(), world.store.exists(queue_key("c"))) == ([], True)

@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from spotrun.errors import StoreError
-from spotrun.head import allocator, placer, presence, scaler
+from spotrun.errors import SpotrunError, StoreError
+from spotrun.head import allocator, placer, presence, scaler, troubles
 from spotrun.head.allocator import CONDITIONS, DEVICES
 from spotrun.head.fenced import FencedStore
 from spotrun.head.fleet.pools import Fleet
 from spotrun.head.head import ACCOUNTS, TURN, Head
 from spotrun.head.placer import PLACES
 from spotrun.head.scaler import SIZES
-from spotrun.head.troubles import BUCKET
+from spotrun.head.troubles import BUCKET, READS
 from spotrun.wire import Report
 from tests.head.puppets import Theatre
 from tests.head.world import World, asked
+from tests.helpers import await_for
 
 
 def fails(*_: object, **__: object) -> Any:
@@ -152,6 +153,36 @@ async def test_machine_time_that_could_not_be_counted_is_counted_later(
     await stage.round()
     assert stage.state(job).node_seconds - before == pytest.approx(stage.now - began)
     assert len(stage.nodes(job)) == 1
+
+
+async def test_a_head_that_cannot_read_yet_stays_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it ended, so would the next ones, and each of them leaves its number in the bucket."""
+    world = World(tmp_path)
+    job = await world.with_machines()
+    refused, find = list[str](), FencedStore.find
+
+    async def refuse(_: FencedStore, key: str) -> bytes | None:
+        refused.append(key)
+        raise StoreError(f"cannot read {key}: AccessDenied, try {len(refused)}")
+
+    monkeypatch.setattr(troubles, "AGAIN", 0.01)
+    monkeypatch.setattr(FencedStore, "find", refuse)
+    head = world.new_head(2)
+    running = asyncio.create_task(head.run())
+    try:
+        await await_for(lambda: len(refused) > 6, what="several tries")
+        (text,) = head.troubles.texts
+        assert text.startswith(f"{READS}: cannot read clusters/c/")
+        with pytest.raises(SpotrunError, match=r"cannot read clusters/c/queue.json: AccessDenied"):
+            await asked(world, head, "status")
+        monkeypatch.setattr(FencedStore, "find", find)
+        await await_for(lambda: job in head.states, what="the job")
+        assert head.troubles.texts == []
+        told = [each["text"] for each in head.events.seen_from(None) if READS in each["text"]]
+        assert told == [text, f"over now: {text}"]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_bucket_that_refuses_is_told_and_nobody_waits_for_it(

@@ -250,6 +250,30 @@ async def test_a_log_in_a_folder_that_is_kept(cloud: Cloud, tmp_path: Path, monk
         assert not any(deed == "tag" or key.endswith(".log") for deed, key in guard.done)
 
 
+async def test_kept_folders_whose_last_answer_was_lost(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files and their list are in the bucket. The next try may replace none of them, and need not."""
+    (tmp_path / "work/out").mkdir(parents=True)
+    (tmp_path / "work/out/model").write_text("weights")
+    refs = []
+    with bucket(cloud, monkeypatch) as (_, inside, _):
+        for name, value in inside.items():
+            monkeypatch.setenv(name, value)
+        store = Store(("gs://" if cloud == "gcp" else "s3://") + BUCKET)
+        for _ in range(2):
+            said = asyncio.Event()
+            keeper = kept_folders.Keeper(store, said.set)
+            keeper.want("j-1", tmp_path / "work", ("out",), 1)
+            await said.wait()
+            assert keeper.keeping is not None
+            assert keeper.keeping.trouble == ""
+            refs.append(keeper.keeping.ref)
+            keeper.stop()
+    assert refs[0] is not None
+    assert refs[0] == refs[1]
+
+
 def test_large_parts_go_up_and_a_lost_answer_does_no_harm(
     cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import tarfile
 from pathlib import Path
@@ -12,6 +13,7 @@ import zstandard
 
 from spotrun.errors import CorruptError, SetupError
 from spotrun.node import bundle
+from spotrun.store import Store, code_key
 
 
 def archive(path: Path, *members: tarfile.TarInfo) -> Path:
@@ -91,3 +93,31 @@ def test_a_full_disk_is_not_the_archives_fault(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("spotrun.node.bundle.tarfile.TarFile.makefile", full)  # on Debian 12, that is a backport
     with pytest.raises(SetupError, match="No space left"):
         bundle.unpack(archive(tmp_path / "a", member("file")), tmp_path, "code/x")
+
+
+class Disturbed(Store):
+    """A bucket from which the first download arrives with a wrong byte."""
+
+    fetched = 0
+
+    def fetch(self, key: str, path: Path, size: int | None = None) -> None:
+        super().fetch(key, path, size)
+        self.fetched += 1
+        if self.fetched == 1:
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+
+
+def test_a_bundle_that_was_damaged_on_its_way_is_read_again(tmp_path: Path) -> None:
+    """Otherwise the job would fail, although its code is whole."""
+    store, packed = Disturbed(str(tmp_path / "bucket")), archive(tmp_path / "a", member("train.py"))
+    sha256 = hashlib.sha256(packed.read_bytes()).hexdigest()
+    store.put(code_key(sha256), packed)
+    code = bundle.fetch(store, sha256, tmp_path / "code")
+    assert [path.name for path in code.iterdir()] == ["train.py"]
+    assert [path.name for path in (tmp_path / "code").iterdir()] == [sha256], "nothing else is left"
+    store.put(code_key(sha256), b"x" * packed.stat().st_size)
+    with pytest.raises(CorruptError, match=r"is damaged: its sha256 is .*; submit the job again"):
+        bundle.fetch(store, sha256, tmp_path / "other")
+    assert store.fetched == 4

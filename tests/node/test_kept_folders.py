@@ -179,3 +179,27 @@ async def test_what_was_changed_in_the_bucket_is_not_taken(tmp_path: Path, work:
     assert "its checksum differs" in refusal("4", wanted(ref))
     store.delete([kept_key("j-1", 1)])
     assert "has been deleted; run j-1 again" in refusal("5", wanted(ref))
+
+
+class Disturbed(Store):
+    """A bucket from which each object first arrives with a wrong byte."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.fetched: list[str] = []
+
+    def fetch(self, key: str, path: Path, size: int | None = None) -> None:
+        super().fetch(key, path, size)
+        if key not in self.fetched and size:
+            path.write_bytes(bytes(size))
+        self.fetched.append(key)
+
+
+async def test_what_was_damaged_on_its_way_is_read_again(tmp_path: Path, work: Path) -> None:
+    store, target = Disturbed(str(tmp_path / "bucket")), tmp_path / "target"
+    target.mkdir()
+    kept = await keep(store, work, "out")
+    await asyncio.to_thread(fetch, store, wanted(kept.ref), target)
+    for name in ("a.bin", "deep/b c.txt", "empty"):
+        assert (target / "here" / name).read_bytes() == (work / "out" / name).read_bytes()
+    assert len(store.fetched) == 5, "the two that are not empty twice"

@@ -99,3 +99,21 @@ def test_a_log_that_is_too_long_begins_again(tmp_path: Path, monkeypatch: pytest
     os.close(handle)
     first = "spotrun: this log was longer than 1 MiB; all before this line was removed"
     assert path.read_text().splitlines() == [first, "the next line"]
+
+
+async def test_a_log_that_is_refused_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An outage may last for days, and each log is tried every few seconds."""
+    logs = LogUploader(Store(str(tmp_path / "bucket")))
+    (tmp_path / "log").write_text("text")
+    logs.follow(tmp_path / "log", "logs/0.log")
+    for outage in (1, 2):
+        (tmp_path / "bucket").rename(tmp_path / "away")
+        (tmp_path / "bucket").write_text("a file where a folder has to be")
+        (tmp_path / "log").write_text("more text" * outage)
+        for _ in range(3):
+            await logs.upload(all=True)
+        assert caplog.text.count("logs/0.log was not uploaded, trying again: ") == outage
+        (tmp_path / "bucket").unlink()
+        (tmp_path / "away").rename(tmp_path / "bucket")
+        await logs.upload(all=True)
+        assert (tmp_path / "bucket/logs/0.log").read_text() == "more text" * outage

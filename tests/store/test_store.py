@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 
 from spotrun import store as keys
 from spotrun.errors import NotFound, StoreError
-from spotrun.store import Store
+from spotrun.store import Store, client
 from tests.fakes.node import small_memory
 
 
@@ -130,6 +131,40 @@ class Undecided(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text.encode())
+
+
+@pytest.mark.parametrize(("answers", "why"), [(False, "Connection refused"), (True, "no answer in time")])
+def test_the_same_trouble_has_the_same_text(monkeypatch: pytest.MonkeyPatch, answers: bool, why: str) -> None:
+    """With the time that each try took in it, the same trouble would be logged again by all who log it once."""
+    quick = {"timeout": "0.2s", "allow_http": True}
+    options = {"client_options": quick, "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}}
+    monkeypatch.setattr(client, "_quick", lambda: options)
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(f"AWS_{name}", "x")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if answers:
+            silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        bucket, texts = Store("s3://bucket", "us-east-1"), set()
+        for _ in range(3):
+            with pytest.raises(StoreError) as caught:
+                bucket.put("a/b", b"x")
+            texts.add(str(caught.value))
+    request = f"Generic S3 error: Error performing PUT {url}/bucket/a/b"
+    assert texts == {f"s3://bucket: cannot write a/b: {request} - HTTP error: error sending request ({why})"}
+
+
+def test_a_download_with_too_few_bytes_is_no_download(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("a", b"12345")
+    monkeypatch.setattr(Store, "part", lambda *_: b"123")
+    with pytest.raises(StoreError, match="cannot read a: 3 of 5 bytes came"):
+        store.fetch("a", tmp_path / "a")
+    with pytest.raises(StoreError, match="cannot read a: 3 of 5 bytes came"):
+        store.read_into("a", 0, memoryview(bytearray(5)))
 
 
 def test_list_and_delete(store: Store) -> None:

@@ -210,6 +210,24 @@ def test_damaged_ones_are_passed_over(
     assert [path.name for path in folder.iterdir() if path.is_dir()] == []
 
 
+def test_one_that_was_damaged_on_its_way_is_read_again(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the job would go on from an older state, or fail if there is none."""
+    save(store, tmp_path, 10)
+    part, keys = Store.part, list[str]()
+
+    def disturbed(self: Store, key: str, start: int, end: int) -> bytes:
+        keys.append(key)
+        data = part(self, key, start, end)
+        return bytes(len(data)) if keys == [key] else data
+
+    monkeypatch.setattr(Store, "part", disturbed)
+    found = restore(context(tmp_path, (1, 10)), 0, None)
+    assert found is not None
+    check_found(found, 10)
+
+
 class Dying(Store):
     """A bucket whose client is killed right before, or right after, its nth write."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import os
 
@@ -22,6 +23,9 @@ from spotrun.store import Store, cluster_key
 log = logging.getLogger(__name__)
 
 POLL = {"local": 1.0, "gcp": 5.0, "aws": 5.0}  # seconds between two polls of the cloud
+# Calls of the bucket at the same time. By default, a machine with 2 cores makes 6. The lease's renewal would wait while
+# the bucket is slow with the checkpoints of 6 jobs.
+THREADS = 128
 _LOOK = 5  # polls of the cloud for each poll of the cluster's description
 
 
@@ -30,6 +34,7 @@ async def run() -> None:
 
     systemd starts it again. Raises `SpotrunError` if this machine is not the head of a cluster.
     """
+    asyncio.get_running_loop().set_default_executor(concurrent.futures.ThreadPoolExecutor(THREADS))
     systemd = Systemd.from_env()
     watching = asyncio.create_task(systemd.watch())
     try:

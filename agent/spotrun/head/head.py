@@ -209,7 +209,7 @@ class Head:
             await asyncio.gather(*beside, *closing, return_exceptions=True)
 
     async def _turns(self) -> None:
-        await asyncio.gather(self.journal.read_queue(), self.ledger.read())
+        await self.troubles.insist(self.journal.read_queue, self.ledger.read)
         self.presence = presence = Presence(self.clock())
         while True:
             nodes = await self.news.wait()

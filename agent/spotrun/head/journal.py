@@ -19,7 +19,7 @@ from spotrun.head.fenced import FencedStore
 from spotrun.head.job_state import ENDED, JobState, by_clock
 from spotrun.head.timeline import Timeline, read
 from spotrun.state import checkpoints
-from spotrun.store import Store, job_key, queue_key, up_key
+from spotrun.store import Store, epoch_key, job_key, queue_key, up_key
 from spotrun.wire import Manifest, QueueRecord, StateRef, problem, read_queue
 
 log = logging.getLogger(__name__)
@@ -112,22 +112,30 @@ class Journal:
         await self._fenced.put(queue_key(self._cluster), queue.model_dump_json().encode())
         self._queue = queue
 
-    def _parse_queue(self, data: bytes | None) -> tuple[QueueRecord, QueueRecord]:
-        """The queue as the bucket has it, and the queue as this head continues with it."""
+    def _parse_queue(self, data: bytes | None) -> tuple[QueueRecord | None, QueueRecord]:
+        """The queue as the bucket has it, and the queue as this head continues with it. The first head writes one."""
         document = self.store.find(up_key(self._cluster))
         up = hashlib.sha256(document).hexdigest()[:16] if document else ""
         try:
+            if data is None and self._was_led():
+                raise ValueError("it has been deleted")
             found = read_queue(data)
         except ValueError as error:
             what = f"{queue_key(self._cluster)} is not readable: {problem(error)}"
             log.warning("%s; the queue is rebuilt from the jobs' states", what)
             found = QueueRecord(jobs=tuple(self._unended()), up=up)
+        if data is None:
+            return None, found
         if up in ("", found.up):
             return found, found
         states = {job: _state(self.store.find(job_key(job, "state.json"))) for job in found.jobs}
         left = [job for job, state in states.items() if not (state and state.ended_already)]
         log.info("the cluster was brought up again: held: %s", ", ".join(left) or "no job")
         return found, QueueRecord(jobs=(), held=(*found.held, *left), up=up)
+
+    def _was_led(self) -> bool:
+        """Whether the cluster has had a head before this one."""
+        return len(self.store.list(epoch_key(self._cluster, 0).rsplit("/", 1)[0])) > 1
 
     def _unended(self) -> list[str]:
         """Ids of the cluster's jobs that have not ended, or keep a node; those that had begun come first."""

@@ -6,8 +6,9 @@ next head would end too. It keeps what it decided last, tells operators, and tri
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from spotrun.errors import StoreError
@@ -16,6 +17,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 BUCKET = "the bucket refuses what the head writes, so the head decides nothing, and tries again"
+
+READS = "the bucket refuses what the head reads first, so the head decides nothing, and tries again"
+AGAIN = 1.0  # seconds between two tries to read
 
 
 class Troubles:
@@ -57,6 +61,22 @@ class Troubles:
             self._found[what] = f"{what}: {str(error)[:500]}"
             self._add_event("head", self._found[what])
         return self._found[what]
+
+    async def insist(self, *reads: Callable[[], Awaitable[object]]) -> None:
+        """Read what earlier heads have left, again and again while the bucket refuses. Raises other errors.
+
+        If this head ended instead, so would the next ones: operators would only see that no head runs.
+        """
+        while True:
+            found = await asyncio.gather(*(read() for read in reads), return_exceptions=True)
+            failed = [each for each in found if isinstance(each, BaseException)]
+            for error in failed:
+                if not isinstance(error, StoreError):
+                    raise error
+                self.once(READS, error)
+            if not failed:
+                return self.clear(READS)
+            await asyncio.sleep(AGAIN)
 
     def clear(self, *succeeded: str) -> None:
         """The same has succeeded."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import shutil
 import sys
@@ -27,6 +28,8 @@ if TYPE_CHECKING or sys.version_info >= (3, 11, 4):  # Debian 12 has 3.11.2
 else:
     from backports import tarfile
 
+log = logging.getLogger(__name__)
+
 MAX_ARCHIVE, MAX_UNPACKED, MAX_FILES = limits.PACKED, limits.BYTES, limits.FILES
 MAX_HEADER = 1 << 20  # bytes of all headers before one file
 # These errors are this node's fault, not the archive's.
@@ -44,8 +47,11 @@ def fetch(store: Store, sha256: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="new-", dir=folder) as scratch:
         archive, content = Path(scratch, "bundle"), Path(scratch, "content")
-        store.fetch(code_key(sha256), archive)
-        _check(archive, sha256)
+        try:
+            _fetch(store, sha256, archive)
+        except CorruptError as error:  # perhaps only on its way here: otherwise the job would fail for good
+            log.warning("reading it once more: %s", error)
+            _fetch(store, sha256, archive)
         content.mkdir()
         unpack(archive, content, code_key(sha256))
         move(content, target)
@@ -128,7 +134,8 @@ class _LimitedReader:
         return data
 
 
-def _check(archive: Path, sha256: str) -> None:
+def _fetch(store: Store, sha256: str, archive: Path) -> None:
+    store.fetch(code_key(sha256), archive)
     if archive.stat().st_size > MAX_ARCHIVE:
         raise CorruptError(f"{code_key(sha256)}: refused: larger than {MAX_ARCHIVE >> 20} MiB")
     with archive.open("rb") as file:

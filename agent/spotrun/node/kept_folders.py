@@ -122,7 +122,11 @@ def fetch(store: Store, wanted: Input, root: Path) -> None:
 
     def get(each: KeptFile) -> None:
         key = kept_key(wanted.job, wanted.ref.generation, each.at or prefix + each.name)
-        _fetch_file(store, key, each, target)
+        try:
+            _fetch_file(store, key, each, target)
+        except CorruptError as error:  # perhaps only on its way here: otherwise the job would fail for good
+            log.warning("reading it once more: %s", error)
+            _fetch_file(store, key, each, target)
 
     _for_each(get, [(each, each.size) for each in mine if not each.link])
     for each in (each for each in mine if each.link):  # last, so that no file is written through a link
@@ -191,10 +195,23 @@ def _upload(store: Store, attempt: _Attempt, uploaded: dict[str, KeptFile]) -> F
     uploaded |= {name: KeptFile(name=name, link=os.readlink(path)) for name, path in found.items() if path.is_symlink()}
     files = tuple(uploaded[name] for name in sorted(found))
     data = json.dumps(KeptFiles(folders=attempt.folders, files=files).model_dump(mode="json")).encode()
-    key = kept_key(job, number)
-    if not store.create(key, data) and store.get(key, LIST) != data:
-        raise SpotrunError(f"{key} is in the bucket already, with other files")
+    _create(store, kept_key(job, number), data)
     return FoldersRef(generation=number, sha256=hashlib.sha256(data).hexdigest())
+
+
+def _create(store: Store, key: str, data: bytes) -> None:
+    """Write the list, unless it is in the bucket already: the answer to an earlier try may have got lost.
+
+    Google Cloud then refuses this one, because nodes have no right to replace what was kept.
+    """
+    try:
+        written = store.create(key, data)
+    except StoreError as error:
+        if store.find(key, LIST) is None:
+            raise error from None
+        written = False
+    if not written and store.get(key, LIST) != data:
+        raise SpotrunError(f"{key} is in the bucket already, with other files")
 
 
 def _files(root: Path, folder: str) -> Iterator[tuple[str, Path]]:

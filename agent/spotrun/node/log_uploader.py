@@ -62,6 +62,7 @@ class GrowingFiles:
         self._found: Mapping[Path, str] = {}
         self._search_at = 0.0  # monotonic seconds: the next search is not before that
         self._uploaded: dict[Path, tuple[int, float]] = {}  # size, and monotonic seconds of the upload
+        self._troubles: dict[Path, str] = {}  # why the newest upload failed: each is told once
         self._lock = asyncio.Lock()
 
     async def run(self) -> None:
@@ -75,11 +76,14 @@ class GrowingFiles:
         async with self._lock:
             for path, key in (await self._find(all)).items():
                 try:
-                    await self._upload(path, key, all)
+                    if await self._upload(path, key, all):
+                        self._troubles.pop(path, None)
                 except FileNotFoundError:
                     continue  # the worker has not written to it yet
                 except Exception as error:  # the script may do anything to its files
-                    log.warning("%s was not uploaded, trying again later: %s", key, str(error) or repr(error))
+                    if self._troubles.get(path) != (why := str(error) or repr(error)):
+                        log.warning("%s was not uploaded, trying again: %s", key, why)
+                    self._troubles[path] = why
 
     async def _find(self, now: bool) -> Mapping[Path, str]:
         began = time.monotonic()
@@ -114,7 +118,7 @@ class LogUploader(GrowingFiles):
         self._keys[path] = key
 
     def forget(self) -> None:
-        self._keys, self._uploaded, self._times = {}, {}, {}
+        self._keys, self._uploaded, self._troubles, self._times = {}, {}, {}, {}
 
     async def run(self) -> None:
         """Upload logs that have grown, until cancelled."""

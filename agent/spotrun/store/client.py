@@ -45,6 +45,10 @@ _RANGE, _AT_ONCE = 32 << 20, 4  # bytes of a download's part, and how many parts
 _LOCK = 10.0  # seconds to wait while another process replaces an object in the same folder
 # An error in the answer of S3 or GCS. S3's is on another line than the error's number.
 _SAID = re.compile(r"<Code>([^<]+)</Code>\s*<Message>([^<]+)</Message>")
+# How long a request took. Without that, the same trouble always has the same text, and is logged once.
+_TOOK = re.compile(r" in [0-9.]+[mµn]?s(?:, after [^-]*?)? +- ")
+# Why no connection was made. obstore says so only on a later line.
+_CAUSE = re.compile(r'^ *(?:message|error): "([^"]+)",$', re.MULTILINE)
 # S3's refusal during another write or removal of the object, which may fail: nobody has written yet. obstore does not
 # tell this from an object that exists. https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html
 _UNDECIDED = "ConditionalRequestConflict"
@@ -255,7 +259,10 @@ class Store:
         """
 
         def get(at: int) -> None:
-            take(at, self.part(key, at, min(at + _RANGE, stop)))
+            data, size = self.part(key, at, min(at + _RANGE, stop)), min(_RANGE, stop - at)
+            if len(data) != size:
+                raise StoreError(f"{self.url}: cannot read {key}: {len(data)} of {size} bytes came, from {at} on")
+            take(at, data)
 
         for _ in at_once(get, range(start, stop, _RANGE), _AT_ONCE, wait=True):
             pass
@@ -381,4 +388,9 @@ def _why(error: Exception) -> str:
     text = str(error)
     if said := _SAID.search(text):
         return f"{said[1]}: {' '.join(said[2].split())}"
-    return text.partition("\n")[0] or type(error).__name__
+    first = _TOOK.sub(" - ", text.partition("\n")[0])
+    if first.endswith("error sending request"):
+        found = _CAUSE.search(text)
+        cause = "no answer in time" if "kind: Timeout" in text else found[1] if found else ""
+        first += f" ({cause})" if cause else ""
+    return first or type(error).__name__

@@ -249,7 +249,12 @@ def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | No
     from spotrun.train import download
 
     def fetch(step: int, slot: int) -> slots.Record:
-        return download.fetch(Store(context.bucket), context.job, step, folder, slot)
+        store = Store(context.bucket)
+        try:
+            return download.fetch(store, context.job, step, folder, slot)
+        except (CorruptError, NotFound) as error:  # perhaps only on its way here: an older state would lose steps
+            log.warning("reading step %d once more: %s", step, error)
+            return download.fetch(store, context.job, step, folder, slot)
 
     # A state of an older generation may be hours old: a spare node has that of the generation in which it was last.
     near = best[0] == newer[0][0]
