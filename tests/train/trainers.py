@@ -383,6 +383,9 @@ def refused(plan: Any, out: Path) -> None:
     trainer.args.auto_find_batch_size = True
     _attempt(run, trainer)
     trainer.args.auto_find_batch_size = False
+    trainer.args.enable_jit_checkpoint = True
+    _attempt(run, trainer)
+    trainer.args.enable_jit_checkpoint = False
     _attempt(run, trainer)
     _attempt(run, trainer)
     try:
