@@ -138,7 +138,7 @@ def stopped(plan: Any, out: Path) -> None:
     script.trainer.evaluate()
     if plan.fail_at == script.run.step:
         raise ValueError("a bug in the script")
-    script.save()
+    script.save(rates=script.trainer.lr_scheduler.get_last_lr())
 
 
 def part_of_an_epoch(plan: Any, out: Path) -> None:
