@@ -55,6 +55,10 @@ def refused(plan: Any, out: Path) -> None:
     loader = DataLoader(Numbered(), BATCH)
     run.fit(trainer, torch.compile(net, disable=True), loader, loader)
     attempt(trainer, net)
+    try:
+        trainer.fit(net, loader)
+    except SpotrunError as error:
+        print("refused:", error, flush=True)
 
 
 def sized(plan: Any, out: Path, place: Callable[[Any], Any] = lambda trainer: trainer) -> None:

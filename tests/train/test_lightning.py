@@ -20,6 +20,7 @@ from tests.train.scripts import SAMPLES
 
 NODES = ["a", "b"]
 STEPS = 4 * EPOCHS
+INSTEAD = "write the loop with run.steps instead"
 
 
 @pytest.fixture(scope="module")
@@ -219,21 +220,22 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "package",
         "the Trainer has devices=2, and the number of workers on each node is 1: leave out devices and num_nodes, "
         "because the job file or torchrun decides",
-        "does not support reload_dataloaders_every_n_epochs",
-        "does not support a val_check_interval that is a time",
-        "does not support StochasticWeightAveraging",
-        "does not support BackboneFinetuning",
+        f"does not support reload_dataloaders_every_n_epochs ({INSTEAD})",
+        "does not support a val_check_interval that is a time (give a number)",
+        f"does not support StochasticWeightAveraging (leave it out, or {INSTEAD})",
+        f"does not support BackboneFinetuning (leave it out, or {INSTEAD})",
         f"needs pytorch_lightning 99.5 or newer, not {version('pytorch-lightning')}",
-        "does not support manual optimization (write the loop with run.steps instead)",
+        f"does not support manual optimization ({INSTEAD})",
         "leave out run.ddp, and give run.fit the module itself",
         "does not support run.track before it (leave run.track out)",
         "does not support a second call in a script",
+        "this Trainer has trained. A script can have spotrun keep one training only",
     ]
     for script, message in (
         ("grouped", "does not support self.log('part', …, sync_dist_group=…)"),
         ("synchronized", "SyncBatchNorm expected input tensor to be on GPU"),
-        ("without_a_length", "does not support an IterableDataset"),
-        ("with_two_loaders", "needs one DataLoader for training, not 2"),
+        ("without_a_length", f"does not support an IterableDataset for training ({INSTEAD})"),
+        ("with_two_loaders", f"needs one DataLoader for training, not 2 ({INSTEAD})"),
         ("with_callbacks", "does not support StochasticWeightAveraging"),
         ("many", "training_step logs 259 metrics with on_epoch or sync_dist; at most 256 can be kept"),
     ):

@@ -138,6 +138,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "…)",
         "does not support model_init (give the Trainer model= instead)",
         "does not support auto_find_batch_size (set per_device_train_batch_size)",
+        "does not support enable_jit_checkpoint (leave it out: spotrun keeps the state)",
         "does not support a second call in a script",
         "this Trainer has trained. A script can have spotrun keep one training only",
     ]

@@ -138,7 +138,7 @@ def stopped(plan: Any, out: Path) -> None:
     script.trainer.evaluate()
     if plan.fail_at == script.run.step:
         raise ValueError("a bug in the script")
-    script.save()
+    script.save(rates=script.trainer.lr_scheduler.get_last_lr())
 
 
 def part_of_an_epoch(plan: Any, out: Path) -> None:
@@ -383,6 +383,9 @@ def refused(plan: Any, out: Path) -> None:
     trainer.args.auto_find_batch_size = True
     _attempt(run, trainer)
     trainer.args.auto_find_batch_size = False
+    trainer.args.enable_jit_checkpoint = True
+    _attempt(run, trainer)
+    trainer.args.enable_jit_checkpoint = False
     _attempt(run, trainer)
     _attempt(run, trainer)
     try:

@@ -93,6 +93,8 @@ class TrainingLoop:
             trainer.args.ignore_data_skip = False  # to skip samples, it need not load them
         if self._rest.result is not None:
             self._rest.recall(path)
+            trainer.create_scheduler(trainer.state.max_steps)  # the script may ask for its learning rates
+            self._steps.give()
         return str(self._folder)
 
     def _end_step_and_load(self, *args: Any, **options: Any) -> Any:
@@ -179,10 +181,7 @@ class Steps(TrainerCallback):
         if run._membership is not None:
             run._membership.see_tracked(self._trainer.lr_scheduler, self._trainer.accelerator.scaler)
         if self._rest.saved:
-            self._rest.give()
-            for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
-                group.update(saved)
-            self._optimizer.state.update(self._values)
+            self.give()
         self._values = {}
         self._rest.note()
         if isinstance(self._model, Changing):
@@ -193,6 +192,13 @@ class Steps(TrainerCallback):
         run._sizes, run._epochs = (0.0, whole), state.num_train_epochs + 1
         if run._control is not None:
             run._control.tell_total(run.step + state.max_steps - state.global_step)
+
+    def give(self) -> None:
+        """Have the scheduler load its state, and put the optimizer's own back: see `note_optimizer`."""
+        self._rest.give()
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(saved)
+        self._optimizer.state.update(self._values)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.end()

@@ -99,6 +99,8 @@ def _check(run: Run, trainer: Any, options: dict[str, Any]) -> None:
         (trainer.model_init is not None, "model_init (give the Trainer model= instead)"),
         (trainer.args.n_gpu > 1, "several GPUs in one process (start the script with torchrun)"),
         (trainer.args.auto_find_batch_size, "auto_find_batch_size (set per_device_train_batch_size)"),
+        # A machine's shutdown sends SIGTERM: its workers would then end training, and the others would wait for them.
+        (trainer.args.enable_jit_checkpoint, "enable_jit_checkpoint (leave it out: spotrun keeps the state)"),
         (str(trainer.accelerator.distributed_type).endswith(_SHARDED), "FSDP or DeepSpeed"),
     ):
         if wrong:

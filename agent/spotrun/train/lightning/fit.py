@@ -11,7 +11,7 @@ from spotrun.errors import MisuseError, SpotrunError
 from spotrun.train.frameworks import refuse_elastic
 from spotrun.train.lightning.dealt import Deal
 from spotrun.train.lightning.loop import TrainingLoop, refuse_callbacks
-from spotrun.train.lightning.package import pl
+from spotrun.train.lightning.package import INSTEAD, pl
 from spotrun.train.lightning.strategy import Workers, workers_per_node
 
 if TYPE_CHECKING:
@@ -65,9 +65,15 @@ def _check(run: Run, trainer: Any, module: Any) -> None:
             type(strategy).__name__,
         ),
         (getattr(strategy, "_ddp_comm_hook", None) is not None, "a communication hook"),
-        (not module.automatic_optimization, "manual optimization (write the loop with run.steps instead)"),
-        (trainer.reload_dataloaders_every_n_epochs > 0, "reload_dataloaders_every_n_epochs"),
-        (getattr(trainer, "_val_check_time_interval", None) is not None, "a val_check_interval that is a time"),
+        (not module.automatic_optimization, f"manual optimization ({INSTEAD})"),
+        (
+            trainer.reload_dataloaders_every_n_epochs > 0,
+            f"reload_dataloaders_every_n_epochs ({INSTEAD})",
+        ),
+        (
+            getattr(trainer, "_val_check_time_interval", None) is not None,
+            "a val_check_interval that is a time (give a number)",
+        ),
     ):
         if wrong:
             raise MisuseError(f"run.fit does not support {what}")

@@ -25,7 +25,7 @@ from spotrun.train.batches import Batch
 from spotrun.train.changing import Changing
 from spotrun.train.frameworks import LeaveLoop, until_it_ends
 from spotrun.train.lightning.dealt import Deal
-from spotrun.train.lightning.package import pl
+from spotrun.train.lightning.package import INSTEAD, pl
 from spotrun.train.lightning.state import Rest
 from spotrun.train.lightning.strategy import begin_at, generators
 from spotrun.train.parallel import include_unfrozen
@@ -50,7 +50,7 @@ def refuse_callbacks(trainer: Any) -> None:
     """Raise `MisuseError` if the Trainer has a callback that could not go on after an interruption."""
     for each in trainer.callbacks:
         if isinstance(each, _CALLBACKS):
-            raise MisuseError(f"run.fit does not support {type(each).__name__}")
+            raise MisuseError(f"run.fit does not support {type(each).__name__} (leave it out, or {INSTEAD})")
 
 
 class TrainingLoop:
@@ -75,6 +75,8 @@ class TrainingLoop:
 
     def __call__(self) -> None:
         run, rest, boundary = self._run, self._rest, self._run._boundary
+        if rest.begun:
+            raise MisuseError("run.fit: this Trainer has trained. A script can have spotrun keep one training only")
         with boundary.exit_if_a_peer_fails:
             self._track()
             run._clock.resume()
@@ -134,7 +136,7 @@ class TrainingLoop:
     def _track(self) -> None:
         run, trainer, module = self._run, self._trainer, self._trainer.lightning_module
         if len(trainer.optimizers) != 1 or isinstance(trainer.optimizers[0], torch.optim.LBFGS):
-            raise MisuseError("run.fit needs exactly one optimizer, which is not LBFGS")
+            raise MisuseError(f"run.fit needs exactly one optimizer, which is not LBFGS ({INSTEAD})")
         whole = all(each.requires_grad for each in module.parameters())
         self._model = trainer.strategy.model if whole else Changing(module)
         self._forward = module.forward

@@ -15,7 +15,9 @@ from spotrun.train import frameworks
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-__all__ = ["environments", "pl", "results", "use"]
+__all__ = ["INSTEAD", "environments", "pl", "results", "use"]
+
+INSTEAD = "write the loop with run.steps instead"  # says an error about what `run.fit` does not support
 
 environments: Any  # modules of it
 results: Any

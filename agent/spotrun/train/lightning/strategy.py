@@ -22,7 +22,7 @@ from spotrun.errors import MisuseError
 from spotrun.train.dealt import Dealt
 from spotrun.train.distributed import rank_and_world
 from spotrun.train.lightning.dealt import Deal
-from spotrun.train.lightning.package import environments, pl
+from spotrun.train.lightning.package import INSTEAD, environments, pl
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
@@ -168,7 +168,7 @@ def with_beginning(loader: Any, deal: Deal | None = None) -> Any:
     if not isinstance(loader, DataLoader):
         raise MisuseError(f"run.fit needs a torch.utils.data.DataLoader for training, not a {type(loader).__name__}")
     if isinstance(loader.dataset, IterableDataset):
-        raise MisuseError("run.fit does not support an IterableDataset for training")
+        raise MisuseError(f"run.fit does not support an IterableDataset for training ({INSTEAD})")
     name = _sampler_name(loader)
     whole = getattr(loader, name)
     left = whole if isinstance(whole, Remaining) else Remaining(whole)
@@ -181,7 +181,7 @@ def with_beginning(loader: Any, deal: Deal | None = None) -> Any:
 def begin_at(combined: Any, done: int) -> None:
     """Have the loader of the training samples skip so many batches when it is asked for its next epoch."""
     if len(loaders := combined.flattened) != 1:  # a shorter one would begin again within an epoch
-        raise MisuseError(f"run.fit needs one DataLoader for training, not {len(loaders)}")
+        raise MisuseError(f"run.fit needs one DataLoader for training, not {len(loaders)} ({INSTEAD})")
     getattr(loaders[0], _sampler_name(loaders[0])).done = done
 
 
