@@ -110,9 +110,11 @@ def choose(
         else:
             first = min((each.generation for each in mine if each.key in known), default=0)
         mine = [each for each in mine if each.generation >= first]
+    if not found and not live:
+        raise SpotrunError(logs.NOTHING.format(job))
     if not mine and not live:
         has = ", ".join(sorted({f"generation {each.generation} {each.node} rank {each.rank}" for each in found}))
-        raise SpotrunError(f"job {job}: no such log; there are: {has or 'none yet'}")
+        raise SpotrunError(f"job {job}: no such log; there are: {has}")
     return mine
 
 

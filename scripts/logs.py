@@ -20,6 +20,7 @@ from spotrun.store import Store, job_key
 
 RANGE = 4 << 20  # bytes of a log that are read at once
 LAST = 5  # lines of rank 0's log that are shown at the end of a followed job
+NOTHING = "job {}: the bucket has no output of its workers"
 _END = 64 << 10  # bytes at a log's end that are searched for these lines
 _NAME = re.compile(r"jobs/[^/]+/logs/([0-9]+)/([^/]+)/([0-9]+)\.log")  # the groups: generation, node, rank
 
@@ -53,8 +54,10 @@ def find(access: Access, job: str | None, node: str | None, rank: str | None) ->
     chosen = [log for log in found if node in (None, log.node) and ranks in (None, log.rank)]
     newest = max((log.generation for log in chosen), default=0)
     chosen = [log for log in chosen if log.generation == newest]
+    if not found:
+        raise SpotrunError(NOTHING.format(job))
     if not chosen:
-        has = ", ".join(sorted({f"{log.node} rank {log.rank}" for log in found})) or "none yet"
+        has = ", ".join(sorted({f"{log.node} rank {log.rank}" for log in found}))
         asked = " ".join([f"node {node}" if node else "", f"rank {ranks}" if ranks is not None else ""]).strip()
         raise SpotrunError(f"job {job}: no log of {asked}; there are: {has}")
     return sorted(chosen, key=lambda log: (log.node, int(log.rank)))

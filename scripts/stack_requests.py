@@ -32,7 +32,8 @@ def members(access: Access, job: str | None, node: str | None) -> tuple[str, lis
     name, nodes = job_id(found), list(found["members"])
     if found["ended"] or not nodes:
         reason = f": {found['reason']}" if found["reason"] else ""
-        raise SpotrunError(line(f"{name} has no workers: it is {found['phase']}{reason}"))
+        verb = "has" if found["phase"] in ("succeeded", "failed") else "is"
+        raise SpotrunError(line(f"{name} has no workers: it {verb} {found['phase']}{reason}"))
     if node and node not in nodes:
         raise SpotrunError(line(f"{node}: does not train {name}; these nodes do: {', '.join(nodes)}"))
     return name, [node] if node else nodes

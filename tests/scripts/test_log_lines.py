@@ -59,6 +59,8 @@ def test_all_ranks_by_time(store: Store) -> None:
 
 
 def test_generations(store: Store) -> None:
+    with pytest.raises(SpotrunError, match=f"job {JOB}: the bucket has no output of its workers"):
+        lines(store)
     put(store, 1, "gone", 0, (10.0, "old\n"))
     put(store, 2, "spot-1", 0, (20.0, "new\n"))
     assert lines(store) == [(20.0, 0, "new")]

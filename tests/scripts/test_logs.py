@@ -161,6 +161,9 @@ def test_logs_of_a_job_that_the_head_does_not_know(standin: Machines) -> None:
     assert [log.key for log in logs.find(standin.access, None, None, None)] == [log_key("digits-2", 1, "spot-0", 0)]
     with pytest.raises(SpotrunError, match="there is no job digits-3; `make status` names the newest jobs"):
         logs.find(standin.access, "digits-3", None, None)
+    standin.store.put("jobs/digits-3/state.json", b"")
+    with pytest.raises(SpotrunError, match="job digits-3: the bucket has no output of its workers"):
+        logs.find(standin.access, "digits-3", None, None)
     standin.store.put("jobs/digits-20260101-000000/state.json", b"")
     with pytest.raises(
         SpotrunError, match="no job digits; digits is a job's name; give an id: digits-20260101-000000;"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from scripts import stack_requests
 from scripts.rank_stacks import (
     Found,
     Frame,
@@ -21,7 +22,10 @@ from scripts.rank_stacks import (
     spans,
     text,
 )
+from spotrun.errors import SpotrunError
 from spotrun.text import tidy
+from tests.fakes.cluster import Machines
+from tests.scripts.statuses import status
 
 WAIT = (Frame("/usr/lib/python3.11/threading.py", 327, "wait"),)
 STUCK = (Frame("train.py", 12, "stuck"), Frame("train.py", 20, "<module>"))
@@ -126,3 +130,12 @@ def test_the_text() -> None:
         "rank 3 on b: no stacks: gone\n"
         "c: no stacks: no SSH connection"
     )
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"), [("succeeded", "has succeeded"), ("failed", "has failed"), ("paused", "is paused")]
+)
+def test_a_job_without_workers(standin: Machines, phase: str, words: str) -> None:
+    standin.write(status_json=status(phase=phase, members=[]))
+    with pytest.raises(SpotrunError, match=f"digits-1 has no workers: it {words}"):
+        stack_requests.members(standin.access, None, None)

@@ -91,15 +91,22 @@ JOB_MISTAKES = {
         "script: train.py\nbudget: 0\n",
         [":2: budget: 0: is not allowed; allowed: dollars, a number more than zero"],
     ),
+    "args as in a shell": (
+        "script: train.py\nargs: --epochs 3\n",
+        [":2: args: '--epochs 3': is not allowed; allowed: a list of texts, such as [--epochs=3]"],
+    ),
     "yes among args": (
         "script: train.py\nargs: [--fast, yes]\n",
-        [":2: args[1]: true: YAML reads this as a boolean: put it in quotes; allowed: a list of texts"],
+        [
+            ":2: args[1]: true: YAML reads this as a boolean: put it in quotes;"
+            " allowed: a list of texts, such as [--epochs=3]"
+        ],
     ),
     "a date among args": (
         "script: train.py\nargs: [--day, 2026-11-29]\n",
         [
             ":2: args[1]: datetime.date(2026, 11, 29): YAML reads this as a date: put it in quotes;"
-            " allowed: a list of texts"
+            " allowed: a list of texts, such as [--epochs=3]"
         ],
     ),
     "env of spotrun's own": (

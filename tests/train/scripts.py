@@ -218,6 +218,17 @@ def lengths(plan: Any, out: Path) -> None:
     script.save()
 
 
+def unwrapped(plan: Any, out: Path) -> None:
+    """It forgets `run.ddp`, so no gradients are exchanged."""
+    run, model, data = spotrun.init(seed=5), nn.Linear(16, 4), Numbered()
+    optimizer, sampler = torch.optim.SGD(model.parameters(), lr=0.1), spotrun.ElasticSampler(data, seed=1)
+    run.track(model=model, optimizer=optimizer, sampler=sampler)
+    for _ in run.epochs(EPOCHS):
+        for x, index in run.steps(DataLoader(data, batch_size=BATCH, sampler=sampler)):
+            run.backward(nn.functional.cross_entropy(model(x), index % 4))
+            optimizer.step()
+
+
 def unnamed_optimizer(plan: Any, out: Path) -> None:
     """It forgets to track its optimizer."""
     script = Script(plan, out)

@@ -175,6 +175,7 @@ def test_a_set_up_that_depends_on_the_number_of_workers_needs_a_restart(
         ("unnamed_optimizer", "run.track names no optimizer of a model (Sequential), so no optimizer's state is saved"),
         ("unnamed_scheduler", "run.track does not name the CosineAnnealingWarmRestarts, so its state is not saved"),
         ("sharded", "the script reads run.world_size before run.steps, and the loader has no ElasticSampler"),
+        ("unwrapped", "the script does not call run.ddp: unless it averages gradients, each worker trains alone"),
     ],
 )
 def test_what_a_new_generation_would_not_have_needs_a_restart(job: Regroups, script: str, why: str) -> None:

@@ -141,7 +141,7 @@ class JobSpec(Spec):
     script: Annotated[str, Strict(), AfterValidator(_script)] = Field(
         description="a Python file in the job file's folder, such as train.py"
     )
-    args: tuple[Text, ...] = Field(default=(), description="a list of texts")
+    args: tuple[Text, ...] = Field(default=(), description="a list of texts, such as [--epochs=3]")
     nodes: NodesSpec = Field(default=NodesSpec(), description="a whole number, or keys min, max and spares")
     devices: Int | None = Field(default=None, ge=1, description="a whole number, at least 1")
     """Devices of each node. Other jobs may use the rest of a node. Default: all, and no other job is on the node."""

@@ -169,6 +169,9 @@ class Membership:
         """The script begins the steps of an epoch. What the loader reads may have been made for this worker's rank."""
         if self._size_read and sampler_of(loader) is None:
             self.restarts(f"the script reads {self._size_read} before run.steps, and the loader has no ElasticSampler")
+        optimizes = any(isinstance(each, torch.optim.Optimizer) for each in self._tracked)
+        if optimizes and not self._models and rank_and_world()[1] > 1:
+            self.restarts("the script does not call run.ddp: unless it averages gradients, each worker trains alone")
 
     def restarts(self, why: str) -> None:
         """From now on, this worker does not join another generation without a restart."""
