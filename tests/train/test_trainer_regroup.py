@@ -118,7 +118,9 @@ def test_a_layer_that_was_unfrozen_after_the_saved_state() -> None:
         changing.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("script", ["adapted", "averaging", "counted", "counting", "stopping", "stopped", "unusual"])
+@pytest.mark.parametrize(
+    "script", ["adapted", "averaging", "counted", "counting", "stopping", "stopped", "unusual", "weighted"]
+)
 def test_other_trainers(tmp_path: Path, job: Regroups, script: str) -> None:
     """After a planned change, and a death."""
     plan = {"script": script}

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.parallel.distributed as torch_ddp
 from torch import nn
+from torch.utils.data import WeightedRandomSampler
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -330,6 +331,20 @@ class Drawn(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Any:
         return iter(torch.randperm(SAMPLES).tolist())
+
+
+class Weighted(Trainer):
+    """Its sampler has a generator of its own."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        own = torch.Generator().manual_seed(3)
+        return WeightedRandomSampler([1 + number % 3 for number in range(SAMPLES)], SAMPLES, generator=own)
+
+
+def weighted(plan: Any, out: Path) -> None:
+    script = Trained(plan, out, Weighted)
+    script.run.train(script.trainer)
+    script.save()
 
 
 def unusual(plan: Any, out: Path) -> None:

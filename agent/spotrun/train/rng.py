@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -101,6 +101,21 @@ def seed_all(seeds: Seeds) -> None:
         _cuda = torch.cuda.is_available()
     if _cuda:
         torch.cuda.manual_seed_all(value)
+
+
+class Generators:
+    """Generators that a script gave to a loader or to its samplers. In each epoch they begin with a seed that follows
+    from the script's own one.
+    """
+
+    def __init__(self) -> None:
+        self._seeds: dict[torch.Generator, int] = {}  # the script's own
+
+    def begin_epoch(self, places: Iterable[object], epoch: int) -> None:
+        """Seed those of these loaders and samplers."""
+        for each in dict.fromkeys(getattr(place, "generator", None) for place in places):
+            if isinstance(each, torch.Generator):
+                each.manual_seed(derive(self._seeds.setdefault(each, each.initial_seed()), epoch))
 
 
 class Apart:

@@ -31,7 +31,7 @@ from spotrun.train.frameworks import LeaveLoop, until_it_ends
 from spotrun.train.hugging_face.dealt import Deal
 from spotrun.train.hugging_face.state import Rest, is_summary
 from spotrun.train.parallel import share
-from spotrun.train.rng import reseed
+from spotrun.train.rng import Generators, reseed
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
@@ -163,7 +163,7 @@ class Steps(TrainerCallback):
         self._samples = 0  # of this rank in a step
         self._groups: list[dict[str, Any]] = []
         self._values: dict[Any, Any] = {}
-        self._optimizer = trainer.optimizer
+        self._optimizer, self._generators = trainer.optimizer, Generators()
         self.note_optimizer()
 
     def note_optimizer(self) -> None:
@@ -200,7 +200,7 @@ class Steps(TrainerCallback):
             group.update(saved)
         self._optimizer.state.update(self._values)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         self.end()
         if args.dataloader_num_workers:
             self._run._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
@@ -208,6 +208,7 @@ class Steps(TrainerCallback):
         self._epoch += 1
         if self._deal is not None:
             self._deal.begin_epoch(self._epoch)
+        self._generators.begin_epoch(_places(train_dataloader), self._epoch)
         reseed(self._run._state.seed, "epoch", self._epoch)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -265,3 +266,12 @@ class Steps(TrainerCallback):
                 self._rest.note()
             if run._boundary.must_regroup:
                 raise LeaveLoop
+
+
+def _places(loader: Any) -> tuple[object, ...]:
+    """This loader and its samplers, which accelerate may have wrapped."""
+    inner = getattr(loader, "base_dataloader", loader)
+    whole: Any = getattr(inner, "batch_sampler", None)
+    while hasattr(whole, "batch_sampler"):
+        whole = whole.batch_sampler
+    return inner, getattr(inner, "sampler", None), whole, getattr(whole, "sampler", None)

@@ -27,9 +27,9 @@ from spotrun.train.frameworks import LeaveLoop, until_it_ends
 from spotrun.train.lightning.dealt import Deal
 from spotrun.train.lightning.package import INSTEAD, pl
 from spotrun.train.lightning.state import Rest
-from spotrun.train.lightning.strategy import begin_at, generators
+from spotrun.train.lightning.strategy import begin_at, places
 from spotrun.train.parallel import include_unfrozen
-from spotrun.train.rng import derive, reseed
+from spotrun.train.rng import Generators, reseed
 
 if TYPE_CHECKING:
     from spotrun.train.run import Run
@@ -62,7 +62,7 @@ class TrainingLoop:
         self._steps = Steps(run, trainer, self._rest, deal)
         trainer.callbacks.insert(0, self._steps)
         self._again = False  # whether the loops must begin in the middle of an epoch
-        self._seeds: dict[torch.Generator, int] = {}  # that the script gave to a loader's generators
+        self._generators = Generators()
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._loop, self._check_sanity = fit.run, trainer._run_sanity_check
         self._reset_fit, self._reset_epoch = fit.reset, epoch.reset
@@ -110,8 +110,7 @@ class TrainingLoop:
         # The loader draws its seed, and some samplers draw an order that must be the same on all ranks.
         reseed(run._state.seed, "epoch", self._trainer.current_epoch)
         begin_at(fit._combined_loader, fit.epoch_loop.batch_progress.current.ready)
-        for each in generators(fit._combined_loader.flattened[0]):
-            each.manual_seed(derive(self._seeds.setdefault(each, each.initial_seed()), self._trainer.current_epoch))
+        self._generators.begin_epoch(places(fit._combined_loader.flattened[0]), self._trainer.current_epoch)
         iter(fetcher)
         fit._resuming_from_checkpoint = True  # so Lightning does not do that again
         self._start_epoch(fetcher)

@@ -185,15 +185,13 @@ def begin_at(combined: Any, done: int) -> None:
     getattr(loaders[0], _sampler_name(loaders[0])).done = done
 
 
-def generators(loader: Any) -> list[torch.Generator]:
-    """Those that the script gave to this loader or to its sampler, which Lightning may have wrapped."""
+def places(loader: Any) -> tuple[object, ...]:
+    """This loader and its samplers, which Lightning may have wrapped."""
     sampler, whole = getattr(loader, "sampler", None), loader.batch_sampler
     inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
     while isinstance(whole, Remaining | Dealt):
         whole = whole.whole if isinstance(whole, Remaining) else whole.batch_sampler
-    places = (loader, sampler, whole, getattr(whole, "sampler", None), inner)
-    found = [getattr(each, "generator", None) for each in places]
-    return [each for each in dict.fromkeys(found) if isinstance(each, torch.Generator)]
+    return loader, sampler, whole, getattr(whole, "sampler", None), inner
 
 
 def _sampler_name(loader: Any) -> str:
