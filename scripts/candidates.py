@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,7 @@ from scripts.home import home
 from scripts.jobs import check
 from scripts.make_command import make_command
 from scripts.site import Site
-from scripts.ssh import Access, Unreachable
+from scripts.ssh import Access
 from spotrun.cloud import asking, prices
 from spotrun.cloud.local import cloud as local
 from spotrun.errors import SpotrunError
@@ -105,11 +106,12 @@ def measure(site: Site, path: str, seconds: float, say: Callable[[str], None]) -
 def _stop(access: Access, name: str) -> None:
     try:
         control.ask(access, "stop", "--job", name)
-    except Unreachable as error:
+    except SpotrunError as error:
+        with contextlib.suppress(SpotrunError):
+            if control.ask(access, "status", "--job", name)["job"]["phase"] in control.ENDED:
+                return
         stop = make_command(access.file, "stop", f"ID={name}")
         console.warn(f"job {name} may still run, and cost money; stop it with `{stop}`: {error}")
-    except SpotrunError:  # the head has answered: the job has ended
-        return
 
 
 def _measured(access: Access, name: str, seconds: float, patience: float) -> str:
@@ -133,13 +135,11 @@ def _measured(access: Access, name: str, seconds: float, patience: float) -> str
 
 
 def _asked_to_stop(access: Access, name: str) -> bool:
-    """Whether the head has answered. If it has not, the job goes on."""
+    """Whether the head will stop the job. Otherwise the job goes on, or has ended meanwhile: ask again."""
     try:
         control.ask(access, "stop", "--job", name)
-    except Unreachable:
+    except SpotrunError:
         return False
-    except SpotrunError:  # it has ended meanwhile
-        return True
     return True
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from spotrun.cloud.base import Instance
 from spotrun.head.costs import job_totals
+from spotrun.head.costs.ledger import Ledger
 from spotrun.head.fenced import FencedStore
 from spotrun.head.fleet.record import Recreate, Replacement
 from spotrun.head.fleet.replacements import Record
@@ -334,6 +335,16 @@ async def test_idle_time_in_an_outage_is_counted(tmp_path: Path, connects: bool)
             each.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
     assert head.ledger.idle.node_seconds < 1700
+
+
+async def test_what_earlier_heads_have_counted_is_added_once(tmp_path: Path) -> None:
+    """The head's loop and the scaler begin at the same time, and both need it."""
+    world = World(tmp_path)
+    before = job_totals.Idle(counted_at=world.clock(), node_seconds=1000.0)
+    world.store.put(idle_key("c"), before.model_dump_json().encode())
+    ledger = Ledger(world.store, "c")
+    await asyncio.gather(ledger.read(), ledger.write())
+    assert ledger.idle.node_seconds == 1000
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.5], ids=["the cloud answers at once", "the cloud answers later"])

@@ -129,23 +129,25 @@ def test_the_name_of_a_measurement_is_a_name() -> None:
 
 def test_a_stop_that_the_head_has_not_heard_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a measurement would train on to its end, and cost money."""
-    answers: list[Exception] = [Unreachable("the connection to the head broke"), SpotrunError("it has already ended")]
+    answers: list[Exception] = [Unreachable("the connection to the head broke"), SpotrunError("not now")]
 
     def ask(*_: object) -> None:
-        raise answers.pop(0)
+        if answers:
+            raise answers.pop(0)
 
     monkeypatch.setattr(control, "ask", ask)
     access = cast(Access, None)
-    assert not candidates._asked_to_stop(access, "a-1")
-    assert candidates._asked_to_stop(access, "a-1")
+    assert [candidates._asked_to_stop(access, "a-1") for _ in range(3)] == [False, False, True]
 
 
-@pytest.mark.parametrize(("error", "told"), [(Unreachable("away"), True), (SpotrunError("it has ended"), False)])
+@pytest.mark.parametrize(("phase", "told"), [(None, True), ("running", True), ("stopped", False)])
 def test_only_a_job_that_may_run_is_warned_about(
-    error: SpotrunError, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    phase: str | None, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def ask(*_: object) -> None:
-        raise error
+    def ask(_: object, verb: str, *words: str) -> object:
+        if verb == "stop" or phase is None:
+            raise SpotrunError("not stopped")
+        return {"job": {"phase": phase}}
 
     monkeypatch.setattr(control, "ask", ask)
     candidates._stop(cast(Access, SimpleNamespace(file="c.yaml")), "a-1")

@@ -160,7 +160,7 @@ def test_a_measurement_that_nobody_reads_does_not_train_on(
 
     with pytest.raises(BrokenPipeError, match="measuring on pool p for 60 s: job digits-1"):
         candidates.measure(Up(SPEC, "clusters/local.yaml"), str(path), 60.0, refuse)
-    assert standin.calls()[-1] == "stop --job digits-1"
+    assert "stop --job digits-1" in standin.calls()
     said = "job digits-1 may still run, and cost money; stop it with `make stop ID=digits-1`: not now"
     assert said in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -37,6 +38,7 @@ class Ledger:
         """By pool: the price before, the price now, and when this head learned it. The price may be older than that."""
         self._fenced, self._key = FencedStore(store), idle_key(cluster)
         self._written: Idle | None = None  # None: the count of earlier heads has not been read yet
+        self._reading = asyncio.Lock()
         self._is_newer = False  # whether that count is of a later version: then it stays, for a head of that version
 
     def count(
@@ -88,7 +90,11 @@ class Ledger:
 
     async def read(self) -> None:
         """Read what earlier heads have counted. Call it before the first count, which goes on from there."""
-        if self._written is None:
+        async with (
+            self._reading
+        ):  # the head's loop and the scaler begin together: it must be added once
+            if self._written is not None:
+                return
             before, self._is_newer = _idle(self._key, await self._fenced.find(self._key))
             self.idle = self._written = job_totals.joined(before, self.idle)
 
