@@ -90,9 +90,7 @@ class Ledger:
 
     async def read(self) -> None:
         """Read what earlier heads have counted. Call it before the first count, which goes on from there."""
-        async with (
-            self._reading
-        ):  # the head's loop and the scaler begin together: it must be added once
+        async with self._reading:  # the head's loop and the scaler begin together: it must be added once
             if self._written is not None:
                 return
             before, self._is_newer = _idle(self._key, await self._fenced.find(self._key))
