@@ -14,7 +14,7 @@ from scripts.home import home
 from scripts.jobs import check
 from scripts.make_command import make_command
 from scripts.site import Site
-from scripts.ssh import Access
+from scripts.ssh import Access, Unreachable
 from spotrun.cloud import asking, prices
 from spotrun.cloud.local import cloud as local
 from spotrun.errors import SpotrunError
@@ -107,11 +107,16 @@ def _stop(access: Access, name: str) -> None:
     try:
         control.ask(access, "stop", "--job", name)
     except SpotrunError as error:
-        with contextlib.suppress(SpotrunError):
-            if control.ask(access, "status", "--job", name)["job"]["phase"] in control.ENDED:
-                return
+        if not isinstance(error, Unreachable) and _has_ended(access, name):
+            return
         stop = make_command(access.file, "stop", f"ID={name}")
         console.warn(f"job {name} may still run, and cost money; stop it with `{stop}`: {error}")
+
+
+def _has_ended(access: Access, name: str) -> bool:
+    with contextlib.suppress(SpotrunError):
+        return control.ask(access, "status", "--job", name)["job"]["phase"] in control.ENDED
+    return False
 
 
 def _measured(access: Access, name: str, seconds: float, patience: float) -> str:

@@ -1,8 +1,24 @@
-"""Growing pauses between tries."""
+"""Other tries: growing pauses between them, and a second one for what may have been damaged on its way here."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def read_twice(read: Callable[[], T], *damage: type[Exception]) -> T:
+    """What `read` returns. If it raises one of these errors, it is called once more: the object itself may be whole."""
+    try:
+        return read()
+    except damage as error:
+        log.warning("reading it once more: %s", error)
+        return read()
 
 
 @dataclass

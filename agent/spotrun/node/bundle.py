@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import logging
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zstandard
 
+from spotrun.backoff import read_twice
 from spotrun.errors import CorruptError, SetupError
 from spotrun.spec import bundle as limits
 from spotrun.store import Store, code_key
@@ -27,8 +28,6 @@ if TYPE_CHECKING or sys.version_info >= (3, 11, 4):  # Debian 12 has 3.11.2
     import tarfile
 else:
     from backports import tarfile
-
-log = logging.getLogger(__name__)
 
 MAX_ARCHIVE, MAX_UNPACKED, MAX_FILES = limits.PACKED, limits.BYTES, limits.FILES
 MAX_HEADER = 1 << 20  # bytes of all headers before one file
@@ -47,11 +46,7 @@ def fetch(store: Store, sha256: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="new-", dir=folder) as scratch:
         archive, content = Path(scratch, "bundle"), Path(scratch, "content")
-        try:
-            _fetch(store, sha256, archive)
-        except CorruptError as error:  # perhaps only on its way here: otherwise the job would fail for good
-            log.warning("reading it once more: %s", error)
-            _fetch(store, sha256, archive)
+        read_twice(partial(_fetch, store, sha256, archive), CorruptError)  # without it, the job fails for good
         content.mkdir()
         unpack(archive, content, code_key(sha256))
         move(content, target)

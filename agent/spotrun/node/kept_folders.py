@@ -16,12 +16,13 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import xxhash
 
-from spotrun.backoff import Backoff
+from spotrun.backoff import Backoff, read_twice
 from spotrun.document import problem
 from spotrun.errors import CorruptError, NotFound, SetupError, SpotrunError, StoreError
 from spotrun.folders import FoldersRef, Input, Keeping, KeptFile, KeptFiles
@@ -122,11 +123,7 @@ def fetch(store: Store, wanted: Input, root: Path) -> None:
 
     def get(each: KeptFile) -> None:
         key = kept_key(wanted.job, wanted.ref.generation, each.at or prefix + each.name)
-        try:
-            _fetch_file(store, key, each, target)
-        except CorruptError as error:  # perhaps only on its way here: otherwise the job would fail for good
-            log.warning("reading it once more: %s", error)
-            _fetch_file(store, key, each, target)
+        read_twice(partial(_fetch_file, store, key, each, target), CorruptError)  # without it, the job fails for good
 
     _for_each(get, [(each, each.size) for each in mine if not each.link])
     for each in (each for each in mine if each.link):  # last, so that no file is written through a link
@@ -206,9 +203,9 @@ def _create(store: Store, key: str, data: bytes) -> None:
     """
     try:
         written = store.create(key, data)
-    except StoreError as error:
+    except StoreError:
         if store.find(key, LIST) is None:
-            raise error from None
+            raise
         written = False
     if not written and store.get(key, LIST) != data:
         raise SpotrunError(f"{key} is in the bucket already, with other files")

@@ -21,6 +21,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from spotrun.backoff import read_twice
 from spotrun.errors import CorruptError, NotFound, SpotrunError, StoreError
 from spotrun.state import slots
 from spotrun.state.control import Context
@@ -249,12 +250,8 @@ def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | No
     from spotrun.train import download
 
     def fetch(step: int, slot: int) -> slots.Record:
-        store = Store(context.bucket)
-        try:
-            return download.fetch(store, context.job, step, folder, slot)
-        except (CorruptError, NotFound) as error:  # perhaps only on its way here: an older state would lose steps
-            log.warning("reading step %d once more: %s", step, error)
-            return download.fetch(store, context.job, step, folder, slot)
+        read = partial(download.fetch, Store(context.bucket), context.job, step, folder, slot)
+        return read_twice(read, CorruptError, NotFound)  # an older state would lose steps
 
     # A state of an older generation may be hours old: a spare node has that of the generation in which it was last.
     near = best[0] == newer[0][0]

@@ -122,6 +122,7 @@ class Meter:
             if before is None and created:
                 before = self.gone.get((name, created))  # it runs again
             since = (machine.started if machine else 0.0) or created
+            # It was counted from its first report on, because the cloud was silent then. It booted before that.
             known = (before is not None and before.created > 0) or (name, created) in self.gone
             early = before is not None and not known and began < since < before.first
             if before is not None and (early or since > before.first):  # the cloud says only now when it started
