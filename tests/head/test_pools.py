@@ -12,6 +12,7 @@ import pytest
 
 from spotrun.cloud.base import Advice, Said
 from spotrun.errors import CloudError
+from spotrun.head.fleet.surplus import LINGER
 from spotrun.store import idle_key
 from spotrun.wire import Failure
 from tests.head.world import World
@@ -213,3 +214,38 @@ async def test_a_refusal_is_forgotten_once_the_pool_is_asked_for_nothing(world: 
     await world.look()  # the job wants two machines, which are there
     assert [pool.supply for pool in world.head.fleet.pools()] == ["open", "open"]
     assert world.cloud.size == {"p": 2, "q": 0}
+
+
+async def test_a_machine_that_its_group_does_not_count_is_told(world: World) -> None:
+    """A person took it out of its group. It is left alone, once it is told; no pool is short because of it."""
+    now = world.clock()
+    world.clock = lambda: now
+    world.new_head()
+    world.cloud.loose = {"q-9": "q"}
+    await world.look()
+    now += LINGER / 2
+    await world.look()
+    assert told(world) == ([], None), "the cloud may still be ending it"
+    now += LINGER / 2
+    for _ in range(2):
+        await world.look()
+    said = (
+        "1 machine more than the pool's size has run for over 10 min: q-9; a group may have lost a machine that still"
+        " costs money: put it back into its group, or end it"
+    )
+    assert told(world) == ([f"pool q: {said}"], said), "told once"
+    assert [pool.supply for pool in world.head.fleet.pools()] == ["open", "open"]
+    assert world.cloud.calls == []
+    world.cloud.out = {"q": "machines in z: Google does not answer"}
+    await world.look()
+    assert "does not answer" in str(told(world)[1]), "whether it still runs is not known"
+    world.cloud.out, world.cloud.loose = {}, {}
+    await world.look()
+    assert told(world)[1] is None
+
+
+def told(world: World) -> tuple[list[str], str | None]:
+    """The events about machines that are too many, and the problem of pool q."""
+    events = [event["text"] for event in world.events() if "more than the pool's size" in event["text"]]
+    pools = {pool["name"]: pool for pool in world.head.status()["pools"]}
+    return events, pools["q"]["problem"]

@@ -33,7 +33,8 @@ JOB: dict[str, Any] = {"name": "toy", "script": "train.py", "nodes": {"min": 2, 
 
 class MemoryCloud:
     """Two pools; a resize is carried out at once, a recreate never is. refuse: pools that cannot be resized. out:
-    pools whose zone does not answer: why. made, ends: when machines were made again, and when they end."""
+    pools whose zone does not answer: why. made, ends: when machines were made again, and when they end.
+    loose: machines that run although their pool does not count them, with their pools."""
 
     def __init__(self) -> None:
         self.size = {"p": 0, "q": 0}
@@ -41,6 +42,7 @@ class MemoryCloud:
         self.out: dict[str, str] = {}
         self.made: dict[str, float] = {}
         self.ends: dict[str, float] = {}
+        self.loose: dict[str, str] = {}
         self.room: dict[str, int] = {}  # machines that a pool can have at the most, whatever its size
         self.silent: set[str] = set()  # what cannot be asked: prices, problems, advice, ended
         self.price: dict[str, float] = {"p": 1.0, "q": 2.0}
@@ -55,6 +57,7 @@ class MemoryCloud:
     async def nodes(self) -> list[Instance]:
         there = {pool: min(size, self.room.get(pool, size)) for pool, size in self.size.items()}
         names = [(pool, f"{pool}-{i}") for pool, size in there.items() for i in range(size)]
+        names += [(pool, name) for name, pool in self.loose.items()]
         found = [
             Instance(n, p, "z", "127.0.0.1", "running", "spot", self.made.get(n, 1.0), n, self.ends.get(n, 0.0))
             for p, n in names

@@ -58,7 +58,7 @@ def status(
     placements: where each job may train.
     """
     instances = fleet.instances or []
-    problems = {problem.pool: problem.message for problem in fleet.problems}
+    problems = {problem.pool: problem.message for problem in fleet.problems} | fleet.surplus.messages
     for pool, problem in (decide(view, conditions).reasons if view.jobs else {}).items():
         problems[pool] = "; ".join(filter(None, [problem, problems.get(pool)]))
     return {

@@ -13,6 +13,7 @@ from spotrun.cloud.prices import on_demand
 from spotrun.errors import PartialError, SpotrunError
 from spotrun.head.capacity.sizes import Pool
 from spotrun.head.costs.bill import Rates
+from spotrun.head.fleet.surplus import Surplus
 from spotrun.spec import ClusterSpec, devices_of
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Fleet:
         self.advice: Mapping[str, Advice] = {}  # what the cloud says about the pools' markets, by pool
         self.rates = rates(cluster, {})  # `prices`, and what machines would cost on-demand
         self.last_list: list[Instance] | None = None  # the last answer, if any, even while there is none now
+        self.surplus = Surplus()
         self.looked = asyncio.Condition()  # notified each time the cloud was asked, with or without an answer
         self._indexed: tuple[list[Instance] | None, Mapping[str, Instance]] = (None, {})  # see `_by_name`
         self._cloud, self._clock = cloud, clock
@@ -43,7 +45,9 @@ class Fleet:
         self._refused: dict[str, int] = {}  # by pool: the size that it did not take when it was last asked
 
     async def look(self) -> list[Problem]:
-        """Ask the cloud. Returns new problems. Raises `CloudError` if the cloud does not list its machines.
+        """Ask the cloud. Returns new problems, and pools that have too many machines since this look.
+
+        Raises `CloudError` if the cloud does not list its machines.
 
         Problems, prices and pools about which the cloud does not answer stay as they were.
         """
@@ -64,7 +68,10 @@ class Fleet:
             self._problems = await self._cloud.problems()
         except SpotrunError as error:
             log.warning("problems: %s", error)
-        return [problem for problem in self.problems if (problem.pool, problem.message) not in before]
+        sizes = {pool: size for pool, size in self.sizes.items() if pool not in self.away}
+        many = self.surplus.look(self.instances or (), sizes, self.listed_at)
+        found = [problem for problem in self.problems if (problem.pool, problem.message) not in before]
+        return found + [Problem(pool, "other", self.surplus.messages[pool], self.listed_at) for pool in many]
 
     async def follow_market(self) -> None:
         """After each look, ask what the cloud says about the market. Never returns.
