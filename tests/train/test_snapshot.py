@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import mmap
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from spotrun.errors import CorruptError, SpotrunError
-from spotrun.state import slots
+from spotrun.state import shards, slots
 from spotrun.state.control import SIZE, Control
 from spotrun.train import slot_files
 from spotrun.train.encoding import DTYPES, Encoder, decode
@@ -287,6 +288,30 @@ def test_no_room_is_said_clearly(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, handler)
 
 
+@pytest.mark.parametrize("aside", [True, False])
+def test_without_room_a_slot_gives_its_pages_back(memory: Path, monkeypatch: pytest.MonkeyPatch, aside: bool) -> None:
+    """Otherwise half a slot would keep a full file system full. Once there is room, the slot is filled."""
+    allocate, room = slot_files._allocate, [3 << 20]
+
+    def limited(file: Any, start: int, stop: int) -> None:
+        if stop > room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(file, start, stop)
+
+    monkeypatch.setattr(slot_files, "_allocate", limited)
+    path, wanted = memory / "slot", layout({"x": torch.ones(2 << 20)})
+    file = SlotFile.create(path, wanted)
+    assert path.stat().st_blocks == 0, "nothing before fill"
+    with pytest.raises(SpotrunError, match=r"no room for a snapshot of 8 MB in .*: No space left"):
+        file.fill(threading.Event() if aside else None)
+    assert (path.stat().st_blocks, file.filled) == (0, False)
+    room[0] = 1 << 30
+    file.fill()
+    assert file.filled
+    assert path.stat().st_size == len(file.mapped)
+    assert shards.read_header(path)[0] == wanted
+
+
 def test_too_many_tensors_are_refused_before_the_snapshot_is_written(tmp_path: Path) -> None:
     """Nobody could read such a file. The names' lengths count: a million short ones are too many, too."""
     write(tmp_path, 1, {"x": torch.ones(4)})
@@ -429,8 +454,9 @@ def test_a_slot_is_filled_with_time_that_nobody_needs(
     memory: Path, monkeypatch: pytest.MonkeyPatch, hurries_at: int
 ) -> None:
     """Otherwise the first steps after a newcomer has joined take twice as long."""
-    populate, hurry = slot_files._populate, threading.Event()
+    populate, allocate, hurry = slot_files._populate, slot_files._allocate, threading.Event()
     places: list[tuple[int, int]] = []
+    allocated: list[tuple[int, int]] = []
     priorities = []
 
     def note(mapped: mmap.mmap, start: int, stop: int) -> None:
@@ -440,9 +466,14 @@ def test_a_slot_is_filled_with_time_that_nobody_needs(
         if len(places) == hurries_at:
             hurry.set()
 
+    def note_allocated(file: Any, start: int, stop: int) -> None:
+        allocate(file, start, stop)
+        allocated.append((start, stop))
+
     if hurries_at == 0:
         hurry.set()
     monkeypatch.setattr(slot_files, "_populate", note)
+    monkeypatch.setattr(slot_files, "_allocate", note_allocated)
     file = SlotFile.create(memory / "slot", layout({"x": torch.ones(2 << 20)}))
     file.fill(hurry)
     aside = len(places)
@@ -452,6 +483,7 @@ def test_a_slot_is_filled_with_time_that_nobody_needs(
     assert [places[0][0], places[-1][1]] == [0, len(file.mapped)]
     assert all(one[1] == other[0] for one, other in itertools.pairwise(places))
     usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert allocated == places, "to allocate takes most of the time"
     assert priorities == [19] * aside + [usual] * (len(places) - aside)
     assert usual < 19
     assert aside == min(hurries_at, len(places)) == min(hurries_at, 9)  # 8 MB, and the header

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -44,20 +45,17 @@ class SlotFile:
     flat: torch.Tensor  # the whole map, as bytes
     views: dict[str, torch.Tensor]  # the tensors in the map that this process writes, by name
     inode: int  # of the file
+    file: BinaryIO | None = None  # it is open until `fill` is done; None: another process fills it
     filled_bytes: int = 0  # from the beginning: what `fill` has filled with pages
     tries: int = 0  # to do that beside training
 
     @classmethod
     def create(cls, path: Path, entries: Entries) -> SlotFile:
-        """The file with its header and room for these tensors. Raises `SpotrunError` if memory does not suffice.
-
-        Call `fill`: otherwise the first write takes longer.
-        """
-        header = shards.header(entries)
-        mapped = _reserve(path, len(header) + (entries[-1].stop if entries else 0))
-        mapped[: len(header)] = header
+        """The file for these tensors, without pages: only `fill` makes room for them. Raises `SpotrunError`."""
+        begin = len(shards.header(entries))
+        file, mapped = _map_to_write(path, begin + (entries[-1].stop if entries else 0))
         flat = torch.frombuffer(mapped, dtype=torch.uint8)
-        return cls(entries, mapped, flat, _views(flat, entries, len(header)), path.stat().st_ino)
+        return cls(entries, mapped, flat, _views(flat, entries, begin), os.fstat(file.fileno()).st_ino, file)
 
     @classmethod
     def attach(cls, path: Path, entries: Entries, names: Collection[str]) -> SlotFile | None:
@@ -84,10 +82,11 @@ class SlotFile:
         return self.filled_bytes == len(self.mapped)
 
     def fill(self, hurry: threading.Event | None = None) -> None:
-        """Fill the map with pages.
+        """Fill the map with pages, and write the header. Raises `SpotrunError` if memory does not suffice.
 
-        hurry: for the first `ASIDE` seconds, use only time that nothing else on this machine needs. Stop when this is
-        set: the next call goes on.
+        After that error, its pages are free again, and the next call begins from the start. hurry: for the first
+        `ASIDE` seconds, use only time that nothing else on this machine needs. Stop when this is set: the next call
+        goes on.
         """
         if hurry is None:
             return self._fill(lambda: False)
@@ -102,13 +101,30 @@ class SlotFile:
         until = time.monotonic() + ASIDE
         with contextlib.suppress(OSError):  # a container may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)  # on Linux: of this thread
-        self._fill(lambda: hurry.is_set() or time.monotonic() > until)
+        with contextlib.suppress(SpotrunError):  # `fill` tries again, and raises it
+            self._fill(lambda: hurry.is_set() or time.monotonic() > until)
 
     def _fill(self, stops: Callable[[], bool]) -> None:
         while not self.filled and not stops():
             stop = min(self.filled_bytes + _POPULATE, len(self.mapped))
+            self._allocate(stop)
             _populate(self.mapped, self.filled_bytes, stop)
             self.filled_bytes = stop
+        if self.filled and self.file is not None:
+            header = shards.header(self.entries)
+            self.mapped[: len(header)] = header
+            self.file.close()
+            self.file = None
+
+    def _allocate(self, stop: int) -> None:
+        """Have the kernel allocate and clear the next pages: that takes most of the time of `fill`."""
+        assert self.file is not None
+        try:
+            _allocate(self.file, self.filled_bytes, stop)
+        except OSError as error:
+            self.filled_bytes = 0
+            os.ftruncate(self.file.fileno(), 0)
+            raise _no_room(Path(self.file.name), len(self.mapped), error) from None
 
     def fill_views(self) -> torch.Tensor:
         """Fill the map with pages where `views` are. Returns that part of the map, in whole pages."""
@@ -174,31 +190,46 @@ def map_file(path: Path, size: int) -> mmap.mmap:
 
     A worker of an older generation may still write into the file that is there. Then it is replaced.
     """
-    mapped = _reserve(path, size)
+    file, mapped = _map_to_write(path, size)
+    with file:
+        try:
+            _allocate(file, 0, size)
+        except OSError as error:
+            raise _no_room(path, size, error) from None
     _populate(mapped, 0, size)
     return mapped
 
 
-def _reserve(path: Path, size: int) -> mmap.mmap:
-    """As `map_file`, but without the pages."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+def _map_to_write(path: Path, size: int) -> tuple[BinaryIO, mmap.mmap]:
+    """As `map_file`, but without pages. Returns the open file, too."""
+    file = _open(path)
     try:
-        if not _is_free(handle):
-            os.close(handle)
+        if not _is_free(file.fileno()):
+            file.close()
             path.unlink(missing_ok=True)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(handle, size)
-        # Without this a full tmpfs would kill the process (SIGBUS) in the middle of a copy.
-        os.posix_fallocate(handle, 0, size)
-        mapped = mmap.mmap(handle, size)
+            file = _open(path)
+        os.ftruncate(file.fileno(), size)
+        return file, mmap.mmap(file.fileno(), size)
     except OSError as error:
-        raise SpotrunError(
-            f"no room for a snapshot of {size / 1e6:.0f} MB in {path.parent}: {error.strerror}. "
-            "Two of them must fit: use machines with more memory, or make that file system larger"
-        ) from None
-    finally:
-        os.close(handle)
-    return mapped
+        file.close()
+        raise _no_room(path, size, error) from None
+
+
+def _open(path: Path) -> BinaryIO:
+    return open(path, "r+b", 0, opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o600))
+
+
+def _allocate(file: BinaryIO, start: int, stop: int) -> None:
+    """Without this, a full tmpfs would kill the process (SIGBUS) in the middle of a copy."""
+    if stop > start:
+        os.posix_fallocate(file.fileno(), start, stop - start)
+
+
+def _no_room(path: Path, size: int, error: OSError) -> SpotrunError:
+    return SpotrunError(
+        f"no room for a snapshot of {size / 1e6:.0f} MB in {path.parent}: {error.strerror}. "
+        "Two of them must fit: use machines with more memory, or make that file system larger"
+    )
 
 
 def _is_free(handle: int) -> bool:
