@@ -43,6 +43,8 @@ class GcpCloud:
         self._problems: dict[str, list[Problem]] = {}
         self._adviser = Adviser(cluster, self.api)
         self._queue = flex.Queue(self.api)
+        # Requests for flex machines say how many more. Two changes at once would both count the same missing machine.
+        self._changing = {pool: asyncio.Lock() for pool in self._zones}
         self._listed: dict[str, list[Instance]] = {}  # by zone: the machines of the last answer
 
     async def nodes(self) -> list[Instance]:
@@ -72,8 +74,9 @@ class GcpCloud:
         if not 0 <= size <= most:
             raise CloudError(f"pool {pool}: size {size} is not allowed; its cluster file says 0 to {most}")
         if self._is_flex(pool):
-            if await self._queue_for(pool, size) == size or size:
-                return
+            async with self._changing[pool]:
+                if await self._queue_for(pool, size) == size or size:
+                    return
         elif size and await self._lower(pool, size):
             return
         request = compute_v1.ResizeInstanceGroupManagerRequest(**self._group(pool), size=size)
@@ -83,7 +86,7 @@ class GcpCloud:
         by_pool, problem = await self._find_members(names)
         if HEAD in by_pool:
             raise CloudError("the head cannot be removed; `make down` ends the cluster")
-        await asyncio.gather(*(self._delete(pool, [m.name for m in members]) for pool, members in by_pool.items()))
+        await asyncio.gather(*(self._remove(pool, [m.name for m in members]) for pool, members in by_pool.items()))
         if problem:  # one that cannot be removed must not keep the others, which cost money
             raise problem
 
@@ -197,9 +200,10 @@ class GcpCloud:
         """Have machines replaced. A flex pool requests other machines, and is smaller until these come."""
         if not self._is_flex(pool):
             return await self._recreate(pool, names)
-        size = await self._size(pool)
-        await self._delete(pool, names)
-        await self._queue_for(pool, size)
+        async with self._changing[pool]:
+            size = await self._size(pool)
+            await self._delete(pool, names)
+            await self._queue_for(pool, size)
 
     async def _members(self, pool: str) -> list[Member]:
         request = compute_v1.ListManagedInstancesInstanceGroupManagersRequest(**self._group(pool))
@@ -245,6 +249,10 @@ class GcpCloud:
         if pending:
             await self._delete(pool, pending[:surplus])
         return True
+
+    async def _remove(self, pool: str, names: Sequence[str]) -> None:
+        async with self._changing[pool]:
+            await self._delete(pool, names)
 
     async def _delete(self, pool: str, names: Sequence[str]) -> None:
         for urls in _urls(self._zones[pool], names):
