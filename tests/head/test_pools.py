@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from spotrun.cloud.base import Advice, Said
 from spotrun.errors import CloudError
 from spotrun.store import idle_key
 from spotrun.wire import Failure
-from tests.head.world import World
+from tests.head.world import CODE, JOB, World
 
 
 @pytest.fixture
@@ -213,3 +214,45 @@ async def test_a_refusal_is_forgotten_once_the_pool_is_asked_for_nothing(world: 
     await world.look()  # the job wants two machines, which are there
     assert [pool.supply for pool in world.head.fleet.pools()] == ["open", "open"]
     assert world.cloud.size == {"p": 2, "q": 0}
+
+
+async def test_operators_read_why_a_pool_does_not_take_its_size(world: World) -> None:
+    """Otherwise a job waits for machines, and only the head's log says why none come."""
+    world.cloud.refuse = {"p", "q"}
+    await world.head.submit(JOB, CODE)
+    await world.turn()
+    for _ in range(3):
+        await world.look()
+    assert problems(world) == {"p": "no quota", "q": "no quota"}
+    [first] = [each for each in world.head.fleet.problems if each.pool == "p"]
+    assert first.kind == "other"
+    assert told(world) == ["pool p: no quota", "pool q: no quota"], "once, not at each look"
+    world.cloud.refuse = {"p"}
+    await world.look()
+    assert problems(world) == {"p": "no quota", "q": None}
+    assert first in world.head.fleet.problems
+    world.cloud.refuse = set()
+    await world.look()
+    await world.look()
+    assert problems(world) == {"p": None, "q": None}
+
+
+async def test_operators_read_why_machines_are_not_removed(world: World) -> None:
+    """They cost money until the cloud deletes them."""
+
+    async def refuse(names: Sequence[str]) -> None:
+        raise CloudError(f"pool p: remove {', '.join(names)}: you may not")
+
+    world.cloud.remove = refuse  # type: ignore[method-assign]
+    world.cloud.size["p"] = 2
+    await world.with_machines(min=1, max=1)
+    await world.look()
+    assert told(world) == ["machines are not removed: pool p: remove p-1: you may not"]
+
+
+def problems(world: World) -> dict[str, str | None]:
+    return {pool["name"]: pool["problem"] for pool in world.head.status()["pools"]}
+
+
+def told(world: World) -> list[str]:
+    return [event["text"] for event in world.events() if event["kind"] == "cloud"]
