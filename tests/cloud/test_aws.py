@@ -168,8 +168,7 @@ async def test_what_is_refused_changes_nothing(aws: Moto, proxy: Proxy) -> None:
         (mine.resize("spot", -1), "size -1 is not allowed"),
         (mine.resize("head", 1), "there is no pool 'head' to resize"),
         (mine.remove([machines["spot"], machines["head"]]), "the head cannot be removed"),
-        (mine.remove([machines["spot"], "i-none"]), f"'i-none'; machines: {', '.join(sorted(machines.values()))}"),
-        (mine.recreate(["i-none"]), "there is no machine 'i-none'"),
+        (mine.recreate(["i-none"]), f"'i-none'; machines: {', '.join(sorted(machines.values()))}"),
         (mine.preempt("i-none"), "there is no machine 'i-none'"),
         (mine.preempt(machines["head"]), "is on-demand, and the cloud preempts only spot machines; kill it instead"),
     ):
@@ -178,6 +177,38 @@ async def test_what_is_refused_changes_nothing(aws: Moto, proxy: Proxy) -> None:
     assert {machine.pool: machine.name for machine in await mine.nodes()} == machines
     assert await mine.sizes() == {"spot": 1, "steady": 0}
     assert not proxy.of("TerminateInstanceInAutoScalingGroup")
+
+
+async def test_an_unknown_name_does_not_keep_the_others(aws: Moto, proxy: Proxy) -> None:
+    """A machine that the head has seen may be gone when the head asks for its removal."""
+    cluster = spec("unknown")
+    stand(aws, cluster)
+    mine = AwsCloud(cluster)
+    await mine.resize("spot", 3)
+    first, second, third = [machine.name for machine in (await named(mine))["spot"]]
+    with pytest.raises(CloudError, match="there is no machine 'i-none'; machines: i-"):
+        await mine.remove([first, "i-none", second])
+    assert [machine.name for machine in (await named(mine))["spot"]] == [third]
+    assert await mine.sizes() == {"spot": 1, "steady": 0}
+
+
+async def test_a_refusal_names_the_pool_or_the_machine(aws: Moto, proxy: Proxy) -> None:
+    """AWS's own words may name neither."""
+    cluster = spec("named")
+    stand(aws, cluster)
+    mine = AwsCloud(cluster)
+    await mine.resize("spot", 1)
+    [machine] = (await named(mine))["spot"]
+    changes = ("SetDesiredCapacity", "TerminateInstanceInAutoScalingGroup")
+    denied = "User: x is not authorized to perform: autoscaling:"
+    proxy.hook = lambda proxy, fields: (
+        refuse("AccessDenied", denied + fields["Action"], 403) if fields["Action"] in changes else None
+    )
+    with pytest.raises(CredentialsError, match=r"^pool spot: resize to 3: AWS: x may not do autoscaling:SetDesired"):
+        await mine.resize("spot", 3)
+    for change in (mine.remove, mine.recreate):
+        with pytest.raises(CredentialsError, match=f"^machine {machine.name}: AWS: x may not do autoscaling:Terminate"):
+            await change([machine.name])
 
 
 async def test_a_machine_taken_meanwhile_neither_counts_twice_nor_holds_up_the_others(aws: Moto, proxy: Proxy) -> None:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 from aiohttp import web
+from botocore.exceptions import ReadTimeoutError
 
 from spotrun.cloud.aws import AwsCloud
 from spotrun.spec import ClusterSpec
@@ -69,6 +70,20 @@ async def test_the_end_is_known_half_an_hour_before_the_block_ends(aws: Proxy) -
         ends = {node.name: node.ends for node in await cloud.nodes()}
         assert ends == {"i-1": END.timestamp() - 1800, "i-2": 0.0}, "i-2 is of a reservation without an end"
     assert [each["CapacityReservationId.1"] for each in aws.of("DescribeCapacityReservations")] == ["cr-1"]
+    await cloud.close()
+
+
+async def test_without_an_answer_the_machines_are_known(
+    aws: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def silent(**request: object) -> None:
+        raise ReadTimeoutError(endpoint_url="https://ec2")
+
+    cloud = AwsCloud(CLUSTER)
+    monkeypatch.setattr(cloud._clients.ec2, "describe_capacity_reservations", silent)
+    with caplog.at_level(logging.WARNING):
+        assert {node.name: node.ends for node in await cloud.nodes()} == {"i-1": 0.0, "i-2": 0.0}
+    assert "AWS does not say when the Capacity Blocks end: AWS does not answer" in caplog.text
     await cloud.close()
 
 

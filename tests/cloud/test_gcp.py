@@ -322,6 +322,30 @@ async def test_a_machine_that_came_after_the_head_looked_costs_no_member(cloud: 
     assert await running(cloud, "spot-a", 2) == members
 
 
+async def test_the_head_turns_to_another_zone_while_a_host_is_repaired(cloud: GcpCloud, gce: FakeGce) -> None:
+    """The group counts a machine under repair, and makes no other one. The repair may take an hour."""
+    fleet = Fleet(CLUSTER, cloud)
+    member, broken = await pool_of(cloud, "spot-a", 2)
+
+    def say(status: str) -> None:
+        gce._the_loop.do(lambda: setattr(gce._vm(broken.name).resource, "status", status))
+
+    say("REPAIRING")
+    before = time.time()
+    [problem] = await fleet.look()
+    assert (problem.pool, problem.kind) == ("spot-a", "other")
+    assert problem.message == f"Google repairs the host of {broken.name} in zone {A}, which may take an hour"
+    assert before - 0.001 <= problem.at <= time.time()
+    assert await fleet.look() == []
+    assert fleet.problems == [problem]
+    pools = [replace(p, ending=frozenset({broken.name} & p.states.keys())) for p in fleet.pools()]
+    found = decide(Observation(tuple(pools), (Need(2),), frozenset({member.name})))
+    assert found.sizes == {"spot-b": 1}
+    say("RUNNING")
+    await fleet.look()
+    assert fleet.problems == []
+
+
 # A zone is out: each has endpoints of its own.
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from spotrun.cloud.base import Problem
-from spotrun.cloud.gcp import GcpCloud, flex
+from spotrun.cloud.gcp import GcpCloud, api, flex
 from spotrun.cloud.gcp.flex import Request, plan_change
 from spotrun.errors import CloudError, QuotaError
 from spotrun.spec import ClusterSpec
 from tests.fakes.gce import FakeGce
+from tests.fakes.mig import stamp
 from tests.fakes.on_gcp import A, project, running
 from tests.helpers import await_for
 
@@ -117,6 +120,69 @@ async def test_a_replacement_is_requested_and_the_size_stays(cloud: GcpCloud, gc
     assert [problem.kind for problem in await cloud.problems()] == ["queue"]
     gce.limit(GROUP, None)
     assert second in await running(cloud, "flex", 2)
+
+
+async def test_two_changes_at_once_count_no_missing_machine_twice(cloud: GcpCloud, gce: FakeGce) -> None:
+    """The head asks for several replacements at a time, and sets sizes meanwhile."""
+    await cloud.resize("flex", 4)
+    first, second, third, last = await running(cloud, "flex", 4)
+    gce.times.operation = 0.2
+    await asyncio.gather(cloud.recreate([first.name]), cloud.recreate([second.name]), cloud.resize("flex", 4))
+    assert gce.size(GROUP) == 4
+    await asyncio.gather(cloud.recreate([third.name]), cloud.remove([last.name]))
+    assert gce.size(GROUP) == 3
+
+
+@pytest.mark.parametrize("visible", [True, False], ids=["Google lists it", "Google does not list it yet"])
+async def test_a_request_that_google_makes_slowly_is_not_sent_twice(
+    cloud: GcpCloud, gce: FakeGce, monkeypatch: pytest.MonkeyPatch, visible: bool
+) -> None:
+    """The head looks again before the operation has ended, and the target size is still the old one."""
+    monkeypatch.setattr(api, "_SETTLE", 0.05)
+    gce.times.operation = 60.0
+    methods, held = gce._methods, []
+    insert, known = methods._instance_group_manager_resize_requests_insert, methods._requests
+
+    def accept(request: Any) -> Any:
+        held.append(request)
+        if visible:
+            wanted = request.instance_group_manager_resize_request_resource
+            wanted.creation_timestamp, wanted.state = stamp(time.time()), "CREATING"
+            known(request).made[wanted.name] = wanted
+        return methods._operation(request.zone)
+
+    monkeypatch.setattr(methods, "_instance_group_manager_resize_requests_insert", accept)
+    for _ in range(3):
+        await cloud.resize("flex", 2)
+    [request] = held
+    assert await cloud.sizes() == {"flex": 0}
+    known(request).made.clear()
+    gce._the_loop.do(lambda: insert(request))
+    await running(cloud, "flex", 2)
+    monkeypatch.setattr(methods, "_instance_group_manager_resize_requests_insert", insert)
+    await cloud.resize("flex", 3)
+    await running(cloud, "flex", 3)
+
+
+async def test_a_request_that_never_arrives_is_sent_again(
+    cloud: GcpCloud, gce: FakeGce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gce.fail_operation("instance_group_manager_resize_requests.insert", "INTERNAL_ERROR", "Internal error")
+    methods = gce._methods
+    insert = methods._instance_group_manager_resize_requests_insert
+    monkeypatch.setattr(
+        methods,
+        "_instance_group_manager_resize_requests_insert",
+        lambda request: methods._operation(request.zone),
+    )
+    with pytest.raises(CloudError, match="INTERNAL_ERROR"):
+        await cloud.resize("flex", 2)
+    monkeypatch.setattr(methods, "_instance_group_manager_resize_requests_insert", insert)
+    await cloud.resize("flex", 2)
+    assert gce.size(GROUP) == 0
+    monkeypatch.setattr(flex, "_MAKING", 0.0)
+    await cloud.resize("flex", 2)
+    await running(cloud, "flex", 2)
 
 
 @pytest.mark.parametrize("end", [FakeGce.stop, FakeGce.vanish], ids=["it has stopped", "Google has deleted it"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from spotrun.errors import CloudError
 from spotrun.head.fleet.surplus import LINGER
 from spotrun.store import idle_key
 from spotrun.wire import Failure
-from tests.head.world import World
+from tests.head.world import CODE, JOB, World
 
 
 @pytest.fixture
@@ -225,7 +226,7 @@ async def test_a_machine_that_its_group_does_not_count_is_told(world: World) -> 
     await world.look()
     now += LINGER / 2
     await world.look()
-    assert told(world) == ([], None), "the cloud may still be ending it"
+    assert (told(world), problems(world)["q"]) == ([], None), "the cloud may still be ending it"
     now += LINGER / 2
     for _ in range(2):
         await world.look()
@@ -233,19 +234,54 @@ async def test_a_machine_that_its_group_does_not_count_is_told(world: World) -> 
         "1 machine more than the pool's size has run for over 10 min: q-9; a group may have lost a machine that still"
         " costs money: put it back into its group, or end it"
     )
-    assert told(world) == ([f"pool q: {said}"], said), "told once"
+    assert (told(world), problems(world)["q"]) == ([f"pool q: {said}"], said), "told once"
     assert [pool.supply for pool in world.head.fleet.pools()] == ["open", "open"]
     assert world.cloud.calls == []
     world.cloud.out = {"q": "machines in z: Google does not answer"}
     await world.look()
-    assert "does not answer" in str(told(world)[1]), "whether it still runs is not known"
+    assert "does not answer" in str(problems(world)["q"]), "whether it still runs is not known"
     world.cloud.out, world.cloud.loose = {}, {}
     await world.look()
-    assert told(world)[1] is None
+    assert problems(world)["q"] is None
 
 
-def told(world: World) -> tuple[list[str], str | None]:
-    """The events about machines that are too many, and the problem of pool q."""
-    events = [event["text"] for event in world.events() if "more than the pool's size" in event["text"]]
-    pools = {pool["name"]: pool for pool in world.head.status()["pools"]}
-    return events, pools["q"]["problem"]
+async def test_operators_read_why_a_pool_does_not_take_its_size(world: World) -> None:
+    """Otherwise a job waits for machines, and only the head's log says why none come."""
+    world.cloud.refuse = {"p", "q"}
+    await world.head.submit(JOB, CODE)
+    await world.turn()
+    for _ in range(3):
+        await world.look()
+    assert problems(world) == {"p": "no quota", "q": "no quota"}
+    [first] = [each for each in world.head.fleet.problems if each.pool == "p"]
+    assert first.kind == "other"
+    assert told(world) == ["pool p: no quota", "pool q: no quota"], "once, not at each look"
+    world.cloud.refuse = {"p"}
+    await world.look()
+    assert problems(world) == {"p": "no quota", "q": None}
+    assert first in world.head.fleet.problems
+    world.cloud.refuse = set()
+    await world.look()
+    await world.look()
+    assert problems(world) == {"p": None, "q": None}
+
+
+async def test_operators_read_why_machines_are_not_removed(world: World) -> None:
+    """They cost money until the cloud deletes them."""
+
+    async def refuse(names: Sequence[str]) -> None:
+        raise CloudError(f"pool p: remove {', '.join(names)}: you may not")
+
+    world.cloud.remove = refuse  # type: ignore[method-assign]
+    world.cloud.size["p"] = 2
+    await world.with_machines(min=1, max=1)
+    await world.look()
+    assert told(world) == ["machines are not removed: pool p: remove p-1: you may not"]
+
+
+def problems(world: World) -> dict[str, str | None]:
+    return {pool["name"]: pool["problem"] for pool in world.head.status()["pools"]}
+
+
+def told(world: World) -> list[str]:
+    return [event["text"] for event in world.events() if event["kind"] == "cloud"]

@@ -136,4 +136,12 @@ class Scaler:
         self._going |= {name: head.fleet.made(name) for name in (*remove, *emptied)}
         if resize or remove:
             await head.check_epoch()  # the cloud may have taken long to answer
-        await head.fleet.scale(resize, remove)
+        before, unremoved = head.fleet.refusals, head.fleet.unremoved
+        try:
+            await head.fleet.scale(resize, remove)
+        finally:
+            for problem in head.fleet.refusals:
+                if problem not in before:
+                    head.add_event("cloud", f"pool {problem.pool}: {problem.message}")
+            if head.fleet.unremoved not in ("", unremoved):
+                head.add_event("cloud", f"machines are not removed: {head.fleet.unremoved}")

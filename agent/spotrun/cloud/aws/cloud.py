@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
 
 from spotrun.cloud.aws import activities, fault_injection, instances, quotas
 from spotrun.cloud.aws.advice import Adviser
 from spotrun.cloud.aws.api import Clients, ask, call
-from spotrun.cloud.aws.errors import refusal
+from spotrun.cloud.aws.errors import about, refusal
 from spotrun.cloud.aws.instances import BLOCK, ScalingGroup
 from spotrun.cloud.aws.prices import Prices
 from spotrun.cloud.base import Advice, Ended, Instance, Problem, Shortfall
@@ -77,7 +77,10 @@ class AwsCloud:
             raise CloudError(f"there is no pool {pool!r} to resize; pools: {known}")
         if not 0 <= size <= spec.max:
             raise CloudError(f"pool {pool}: size {size} is not allowed; its cluster file says 0 to {spec.max}")
-        await ask(self._resize, pool, size)
+        try:
+            await ask(self._resize, pool, size)
+        except CloudError as error:
+            raise about(f"pool {pool}: resize to {size}", error) from error
 
     async def remove(self, names: Sequence[str]) -> None:
         """As in `Cloud`. A machine that has already ended is skipped, and its pool keeps its size."""
@@ -158,7 +161,7 @@ class AwsCloud:
     def _block_ends(self, said: Iterable[InstanceTypeDef]) -> dict[str, float]:
         """When the Capacity Blocks of these machines end, by reservation. Blocks can be extended: AWS is asked again.
 
-        A refusal leaves the ends as they were known last, and the log says so once.
+        Without an answer, the ends stay as they were known last, and the log says so once.
         """
         wanted = {each.get("CapacityReservationId", "") for each in said if each.get("InstanceLifecycle") == BLOCK}
         if wanted and (time.monotonic() >= self._blocks_until or wanted - self._blocks.keys()):
@@ -169,7 +172,7 @@ class AwsCloud:
                 for each in found["CapacityReservations"]:
                     if "EndDate" in each and "CapacityReservationId" in each:
                         self._blocks[each["CapacityReservationId"]] = each["EndDate"].timestamp()
-            except ClientError as error:
+            except (ClientError, BotoCoreError) as error:
                 if not self._blocks_refused:
                     log.warning("AWS does not say when the Capacity Blocks end: %s", refusal(error))
                 self._blocks_refused = True
@@ -190,7 +193,9 @@ class AwsCloud:
                     call(self._terminate, name, lower)
                     self._terminated.add(name)
                 except CloudError as error:
-                    refused = error
+                    refused = about(f"machine {name}", error)
+            for name in leaving.unknown:
+                refused = instances.no_machine(name, known)
             for name in leaving.ungrouped:
                 refused = CloudError(f"machine {name} runs but is in no group of the cluster: terminate it by hand")
             if refused:

@@ -79,6 +79,11 @@ def refusal(error: sdk.ClientError | sdk.BotoCoreError) -> CloudError:
     return CloudError(f"AWS: {said}")
 
 
+def about(what: str, error: CloudError) -> CloudError:
+    """The same exception with the pool or the machine in its message: AWS's own words may name none."""
+    return type(error)(f"{what}: {error}")
+
+
 def cause(message: str) -> Literal["stockout", "quota", "other"]:
     """Why a launch failed, from Auto Scaling's message."""
     words = set(re.findall(r"\w+", message))

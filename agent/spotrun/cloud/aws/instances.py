@@ -70,6 +70,7 @@ class Departures:
     terminate: tuple[tuple[str, bool], ...]
     """The machines that their groups should terminate. With each: whether its group's size gets lower by one."""
     ungrouped: tuple[str, ...] = ()  # machines that run but are in no group
+    unknown: tuple[str, ...] = ()  # names that no machine has
 
 
 @dataclass(frozen=True)
@@ -163,10 +164,11 @@ def removal(
     """The machines to terminate so that each of `asked` ends, and lowers its pool's size by one.
 
     terminated: machines that were terminated before, and that their groups may still count. A machine that its group no
-    longer counts is skipped. The group replaces such a machine, so the size stays. Raises `CloudError` for the head and
-    for unknown names.
+    longer counts is skipped. The group replaces such a machine, so the size stays. A machine may vanish between two
+    lists. So an unknown name must not keep the other machines, which cost money. Raises `CloudError` for the head.
     """
-    machines = _named(asked, known)
+    by_name = {machine.name: machine for machine in known}
+    machines = [by_name[name] for name in asked if name in by_name]
     if any(machine.pool == names.HEAD for machine in machines):
         raise CloudError("the head cannot be removed; `make down` ends the cluster")
     member_of = {name: group for group in groups for name in group.counted}
@@ -180,7 +182,8 @@ def removal(
         lower = sizes[group.pool] > group.min
         sizes[group.pool] -= lower
         found.append((name, lower))
-    return Departures(tuple(found), _ungrouped(machines, member_of, terminated))
+    unknown = tuple(name for name in asked if name not in by_name)
+    return Departures(tuple(found), _ungrouped(machines, member_of, terminated), unknown)
 
 
 def replacement(
@@ -219,12 +222,17 @@ def find(name: str, known: Sequence[Instance]) -> Instance:
     return _named([name], known)[0]
 
 
+def no_machine(name: str, known: Sequence[Instance]) -> CloudError:
+    """The exception for a name that no machine has, with a list of the machines."""
+    alive = sorted(machine.name for machine in known if machine.state != "terminated")
+    return CloudError(f"there is no machine {name!r}; machines: {', '.join(alive) or 'none'}")
+
+
 def _named(asked: Sequence[str], known: Sequence[Instance]) -> list[Instance]:
     by_name = {machine.name: machine for machine in known}
     for name in asked:
         if name not in by_name:
-            alive = sorted(machine.name for machine in known if machine.state != "terminated")
-            raise CloudError(f"there is no machine {name!r}; machines: {', '.join(alive) or 'none'}")
+            raise no_machine(name, known)
     return [by_name[name] for name in asked]
 
 

@@ -22,7 +22,17 @@ from spotrun.cloud.base import Advice, Ended, Instance, Problem, Shortfall
 from spotrun.cloud.gcp import flex, quotas
 from spotrun.cloud.gcp.advice import Adviser
 from spotrun.cloud.gcp.api import OPTIONS, Api
-from spotrun.cloud.gcp.instances import Failure, Member, diagnose, failure, instance, member
+from spotrun.cloud.gcp.instances import (
+    Failure,
+    Member,
+    Repair,
+    diagnose,
+    failure,
+    instance,
+    member,
+    repairs,
+    under_repair,
+)
 from spotrun.errors import CloudError, GoneError, PartialError
 from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.names import CLUSTER, HEAD, group
@@ -43,7 +53,10 @@ class GcpCloud:
         self._problems: dict[str, list[Problem]] = {}
         self._adviser = Adviser(cluster, self.api)
         self._queue = flex.Queue(self.api)
+        # Requests for flex machines say how many more. Two changes at once would both count the same missing machine.
+        self._changing = {pool: asyncio.Lock() for pool in self._zones}
         self._listed: dict[str, list[Instance]] = {}  # by zone: the machines of the last answer
+        self._repairs: dict[str, list[Repair]] = {}  # by zone: those whose hosts were repaired then
 
     async def nodes(self) -> list[Instance]:
         # Zone by zone: an aggregated list silently omits zones that Google cannot reach at the moment.
@@ -72,8 +85,9 @@ class GcpCloud:
         if not 0 <= size <= most:
             raise CloudError(f"pool {pool}: size {size} is not allowed; its cluster file says 0 to {most}")
         if self._is_flex(pool):
-            if await self._queue_for(pool, size) == size or size:
-                return
+            async with self._changing[pool]:
+                if await self._queue_for(pool, size) == size or size:
+                    return
         elif size and await self._lower(pool, size):
             return
         request = compute_v1.ResizeInstanceGroupManagerRequest(**self._group(pool), size=size)
@@ -83,7 +97,7 @@ class GcpCloud:
         by_pool, problem = await self._find_members(names)
         if HEAD in by_pool:
             raise CloudError("the head cannot be removed; `make down` ends the cluster")
-        await asyncio.gather(*(self._delete(pool, [m.name for m in members]) for pool, members in by_pool.items()))
+        await asyncio.gather(*(self._remove(pool, [m.name for m in members]) for pool, members in by_pool.items()))
         if problem:  # one that cannot be removed must not keep the others, which cost money
             raise problem
 
@@ -139,7 +153,10 @@ class GcpCloud:
         known = found | {name: self._problems.get(name, []) for name in silent}
         flexible = (pool for pool in self.cluster.pools if pool.market == "flex")
         dear = {pool.name: flex.dear(pool, self._listed.get(pool.zone, [])) for pool in flexible}
-        return [problem for pool in self.cluster.pools for problem in known[pool.name] + dear.get(pool.name, [])]
+        for pool in self.cluster.pools:
+            repaired = under_repair(pool, self._repairs.get(pool.zone, ()))
+            known[pool.name] = known[pool.name] + dear.get(pool.name, []) + repaired
+        return [problem for pool in self.cluster.pools for problem in known[pool.name]]
 
     async def shortfalls(self) -> list[Shortfall]:
         """As in `Cloud`, and for the head's machine too. Compares the quotas of the project and of the region."""
@@ -163,10 +180,13 @@ class GcpCloud:
             project=self.api.project, zone=zone, filter=f"labels.{CLUSTER} = {self.cluster.name}"
         )
         found = await self.api.ask(
-            f"machines in {zone}", lambda c: [instance(each) for each in c.instances.list(request, **OPTIONS)]
+            f"machines in {zone}",
+            lambda c: [(instance(each), each.status) for each in c.instances.list(request, **OPTIONS)],
         )
+        self._repairs[zone] = repairs(found, self._repairs.get(zone, ()), time.time())
         # Google replaces no flex machine that has ended: see `_size`.
-        there = self._listed[zone] = [each for each in found if (each.market, each.state) != ("flex", "terminated")]
+        ended = ("flex", "terminated")
+        there = self._listed[zone] = [each for each, _ in found if (each.market, each.state) != ended]
         return there
 
     async def _size_if_any(self, pool: str) -> int | None:
@@ -197,9 +217,10 @@ class GcpCloud:
         """Have machines replaced. A flex pool requests other machines, and is smaller until these come."""
         if not self._is_flex(pool):
             return await self._recreate(pool, names)
-        size = await self._size(pool)
-        await self._delete(pool, names)
-        await self._queue_for(pool, size)
+        async with self._changing[pool]:
+            size = await self._size(pool)
+            await self._delete(pool, names)
+            await self._queue_for(pool, size)
 
     async def _members(self, pool: str) -> list[Member]:
         request = compute_v1.ListManagedInstancesInstanceGroupManagersRequest(**self._group(pool))
@@ -245,6 +266,10 @@ class GcpCloud:
         if pending:
             await self._delete(pool, pending[:surplus])
         return True
+
+    async def _remove(self, pool: str, names: Sequence[str]) -> None:
+        async with self._changing[pool]:
+            await self._delete(pool, names)
 
     async def _delete(self, pool: str, names: Sequence[str]) -> None:
         for urls in _urls(self._zones[pool], names):

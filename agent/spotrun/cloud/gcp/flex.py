@@ -19,10 +19,12 @@ from spotrun.cloud.base import Instance, Problem
 from spotrun.cloud.gcp.api import OPTIONS, Api
 from spotrun.cloud.gcp.errors import kind_of, one_line, refusal
 from spotrun.cloud.gcp.instances import epoch
+from spotrun.errors import CredentialsError, QuotaError, StockoutError
 from spotrun.spec import PoolSpec
 
 _WAITING = {"CREATING", "ACCEPTED"}
 _PAUSE = 300.0  # seconds after a request that failed until the next one
+_MAKING = 60.0  # seconds that Google may take to make a request
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Request:
     at: float  # epoch seconds when it was made
     code: str = ""  # Google's code of its error, or of what it waits for; empty if there is none
     message: str = ""  # Google's message with the code
+    made: bool = True  # whether Google has made it; until then, the target size may lack its machines
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Queue:
 
     def __init__(self, api: Api) -> None:
         self._api = api
+        self._asked: dict[str, tuple[str, float]] = {}  # by pool: the name of the last request, and when it was sent
 
     async def requests(self, pool: str, group: dict[str, str]) -> list[Request]:
         """All that Google keeps, the newest first."""
@@ -62,10 +66,13 @@ class Queue:
     async def change(self, pool: str, group: dict[str, str], target: int, size: int) -> int:
         """Bring a group's target size to `size` by requests; the target size after that.
 
-        The target size stays higher than `size` if too many machines exist. After a request has failed, raises
-        `CloudError` for some time instead of asking Google again.
+        The target size stays higher than `size` if too many machines exist. It stays as it is while Google makes the
+        last request: this may take longer than a look at the cloud, and a second request would get machines too. After
+        a request has failed, raises `CloudError` for some time instead of asking Google again.
         """
         known = await self.requests(pool, group)
+        if self._is_making(pool, known):
+            return target
         plan = plan_change(target, size, known)
         for each in plan.cancel:
             cancel = compute_v1.CancelInstanceGroupManagerResizeRequestRequest(**group, resize_request=each.name)
@@ -81,8 +88,20 @@ class Queue:
                 **group, instance_group_manager_resize_request_resource=body
             )
             what = f"pool {pool}: request {plan.ask} machines"
-            await self._api.change(what, insert, lambda c: c.resizes.insert_unary)
+            self._asked[pool] = body.name, time.time()
+            try:
+                await self._api.change(what, insert, lambda c: c.resizes.insert_unary)
+            except (StockoutError, QuotaError, CredentialsError):
+                del self._asked[pool]  # Google has refused it. After other errors, the request may have arrived.
+                raise
         return target - sum(each.machines for each in plan.cancel) + plan.ask
+
+    def _is_making(self, pool: str, known: Sequence[Request]) -> bool:
+        """Whether Google may still make the last request for this pool."""
+        now = time.time()
+        name, at = self._asked.get(pool, ("", 0.0))
+        unseen = now - at < _MAKING and all(each.name != name for each in known)
+        return unseen or any(not each.made and now - each.at < _MAKING for each in known)
 
 
 def plan_change(target: int, size: int, known: Sequence[Request]) -> Change:
@@ -144,4 +163,5 @@ def request(found: compute_v1.InstanceGroupManagerResizeRequest) -> Request:
     elif found.state == "FAILED":
         state = "failed"
     code, message = (errors[0].code, one_line(errors[0].message)) if errors else ("", "")
-    return Request(found.name, found.resize_by, state, epoch(found.creation_timestamp), code, message)
+    at, made = epoch(found.creation_timestamp), found.state != "CREATING"
+    return Request(found.name, found.resize_by, state, at, code, message, made)

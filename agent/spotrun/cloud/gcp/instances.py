@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -66,6 +66,15 @@ class Failure:
     at: float  # epoch seconds
 
 
+@dataclass(frozen=True)
+class Repair:
+    """A machine whose host Google repairs."""
+
+    name: str  # the machine's name
+    pool: str  # its pool
+    since: float  # epoch seconds when the repair was first seen
+
+
 def instance(found: compute_v1.Instance) -> Instance:
     """A machine of the cluster, for the protocol. Its label names its pool."""
     model = found.scheduling.provisioning_model
@@ -125,6 +134,26 @@ def diagnose(
             text = _describe(pool, kind, code, message, len(missing), placed)
             found[kind] = Problem(pool.name, kind, text, min(first, default=now))
     return [*found.values(), *(problem for problem in before if problem.kind not in found)]
+
+
+def repairs(found: Iterable[tuple[Instance, str]], before: Iterable[Repair], now: float) -> list[Repair]:
+    """The machines under repair. found: machines with Google's words for their states. before: as at the last look."""
+    since = {each.name: each.since for each in before}
+    return [Repair(each.name, each.pool, since.get(each.name, now)) for each, status in found if status == "REPAIRING"]
+
+
+def under_repair(pool: PoolSpec, known: Iterable[Repair]) -> list[Problem]:
+    """Why a pool has fewer machines than its size, although its group counts and replaces none of them.
+
+    With local SSDs, Google tries for an hour to save their data, unless the template says otherwise:
+    https://cloud.google.com/compute/docs/reference/rest/v1/instances (`localSsdRecoveryTimeout`)
+    """
+    mine = [each for each in known if each.pool == pool.name]
+    if not mine:
+        return []
+    names = ", ".join(each.name for each in mine)
+    text = f"Google repairs the host of {names} in zone {pool.zone}, which may take an hour"
+    return [Problem(pool.name, "other", text, min(each.since for each in mine))]
 
 
 def _describe(pool: PoolSpec, kind: Kind, code: str, message: str, missing: int, placed: bool) -> str:

@@ -6,11 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from spotrun.cloud.base import Advice, Cloud, Ended, Instance, Problem
 from spotrun.cloud.prices import on_demand
-from spotrun.errors import PartialError, SpotrunError
+from spotrun.errors import PartialError, QuotaError, SpotrunError, StockoutError
 from spotrun.head.capacity.sizes import Pool
 from spotrun.head.costs.bill import Rates
 from spotrun.head.fleet.surplus import Surplus
@@ -42,7 +42,9 @@ class Fleet:
         self._cloud, self._clock = cloud, clock
         self._problems: list[Problem] = []  # as in the cloud's last answer
         self._unpriced = "the cloud has not been asked yet"  # why `prices` are not known; "" if they are
-        self._refused: dict[str, int] = {}  # by pool: the size that it did not take when it was last asked
+        # By pool: the size that it did not take when it was last asked, and why.
+        self._refused: dict[str, tuple[int, Problem]] = {}
+        self.unremoved = ""  # why the cloud did not delete machines when it was last asked; "" if it did
 
     async def look(self) -> list[Problem]:
         """Ask the cloud. Returns new problems, and pools that have too many machines since this look.
@@ -92,13 +94,18 @@ class Fleet:
     @property
     def problems(self) -> list[Problem]:
         """Why pools do not have their sizes, as far as is known."""
-        return [each for each in self._problems if each.pool not in self.away] + list(self.away.values())
+        known = [each for each in (*self.refusals, *self._problems) if each.pool not in self.away]
+        return known + list(self.away.values())
+
+    @property
+    def refusals(self) -> list[Problem]:
+        """Why pools did not take the sizes that they were asked for last."""
+        # A cloud may do what it is asked, although its answer is lost.
+        return [problem for pool, (size, problem) in self._refused.items() if self.sizes.get(pool, 0) != size]
 
     def pools(self) -> tuple[Pool, ...]:
         """Each pool as in the cloud's last answer, for `decide`."""
-        # A cloud may do what it is asked, although its answer is lost.
-        refused = {pool for pool, size in self._refused.items() if self.sizes.get(pool, 0) != size}
-        short = {problem.pool for problem in self.problems} | refused
+        short = {problem.pool for problem in self.problems}
         return tuple(
             Pool(
                 pool.name,
@@ -116,7 +123,7 @@ class Fleet:
         Raises the last pool's refusal, once all have been asked: the others stand in for a pool that refused.
         """
         refusal: SpotrunError | None = None
-        self._refused = {pool: size for pool, size in self._refused.items() if pool in sizes}
+        self._refused = {pool: refused for pool, refused in self._refused.items() if pool in sizes}
         for pool, size in sizes.items():
             try:
                 await self._cloud.resize(pool, size)
@@ -124,9 +131,14 @@ class Fleet:
                 self._refused.pop(pool, None)
             except SpotrunError as error:
                 refusal = error
-                self._refused[pool] = size
-        if remove:
-            await self._cloud.remove(list(remove))
+                self._refused[pool] = size, self._refusal(pool, error)
+        try:
+            if remove:
+                await self._cloud.remove(list(remove))
+            self.unremoved = ""
+        except SpotrunError as error:
+            self.unremoved = str(error)
+            raise
         if refusal:
             raise refusal
 
@@ -185,6 +197,14 @@ class Fleet:
         if self._indexed[0] is not self.instances:
             self._indexed = (self.instances, {each.name: each for each in reversed(self.instances or ())})
         return self._indexed[1]
+
+    def _refusal(self, pool: str, error: SpotrunError) -> Problem:
+        """The pool's problem. It keeps its time while the pool refuses."""
+        at = self._refused[pool][1].at if pool in self._refused else time.time()
+        kind: Literal["stockout", "quota", "other"] = "other"
+        if isinstance(error, StockoutError | QuotaError):
+            kind = "stockout" if isinstance(error, StockoutError) else "quota"
+        return Problem(pool, kind, str(error).removeprefix(f"pool {pool}: "), at)
 
     async def _list(self) -> None:
         asked_at = self._clock()
