@@ -25,6 +25,7 @@ from spotrun.dashboard.server import Dashboard, serving
 from spotrun.errors import SpotrunError
 
 _LAST = 5.0  # seconds that the connection to the head has to end
+LOOK = 5.0  # seconds between two looks at the token's file
 
 
 class SshHead:
@@ -132,7 +133,7 @@ async def _serve(site: Site, port: int, say: Callable[[str, str], None]) -> None
         try:
             with token_file(home() / "dashboard", site.cluster.name, token) as file:
                 say(f"http://127.0.0.1:{actual}/?token={token}", str(file))
-                await stop.wait()
+                await _hold(file, token, stop)
         finally:
             await asyncio.to_thread(follower.close)
     # Python would wait for threads that read from a bucket, or ask the head. That could take minutes.
@@ -145,12 +146,33 @@ def token_file(folder: Path, cluster: str, token: str) -> Iterator[Path]:
     """A file with the token, for Prometheus, while the context is open. Only this user can read it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / f"{cluster}.token"
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token)
+    _write(path, token)
     try:
         yield path
     finally:
         with contextlib.suppress(OSError):
             if path.read_text() == token:  # another dashboard may have started since
                 path.unlink()
+
+
+async def _hold(file: Path, token: str, stop: asyncio.Event) -> None:
+    """Wait for the end. Meanwhile, write the token's file again if it is gone.
+
+    A second dashboard of the cluster takes the file over, and removes it at its own end.
+    """
+    while not stop.is_set():
+        with contextlib.suppress(OSError):
+            if not file.exists():
+                _write(file, token)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK):
+                await stop.wait()
+
+
+def _write(file: Path, token: str) -> None:
+    """Write or replace the file, whole or not at all: another dashboard may do the same now."""
+    partial = file.with_name(f"{file.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        out.write(token)
+    partial.replace(file)

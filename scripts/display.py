@@ -260,7 +260,9 @@ def _job(job: Status) -> RenderableType:
         budget = f" of {money(job['budget'])}" if job.get("budget") else ""
         end = f"about {money(job['cost_to_end'])} at the end" if job.get("cost_to_end") and not job["ended"] else ""
         table.add_row("cost", f"{money(job['cost'])}{budget}", end)
-    table.add_row("saved", f"snapshot {_or(job['snapshot'])}  checkpoint {_or(job['checkpoint'])}", goodput)
+    table.add_row(
+        "saved", f"snapshot {_or(job['snapshot'], 'none')}  checkpoint {_or(job['checkpoint'], 'none')}", goodput
+    )
     return table
 
 
@@ -308,5 +310,5 @@ def _plain(shown: RenderableType) -> str:
     return "\n".join(line.rstrip() for line in paper.export_text().splitlines()).rstrip()
 
 
-def _or(value: object) -> str:
-    return "" if value is None else str(value)
+def _or(value: object, other: str = "") -> str:
+    return other if value is None else str(value)

@@ -21,6 +21,7 @@ COLOURS = {
     **{"checking": "yellow", "unfit": "red"},  # nodes
     **{"paused": "yellow", "kept": "yellow"},
     "silent": "red",  # a job and its nodes
+    "unreadable": "red",
 }
 _NUMBERS = ("priority", "nodes", "devices", "step", "cost")  # columns that are aligned to the right
 _DAY = 86400.0

@@ -12,6 +12,7 @@ from spotrun import cloud
 from spotrun.cloud import Shortfall
 from spotrun.errors import CloudError, QuotaError, SpotrunError
 from spotrun.spec import ClusterSpec
+from spotrun.spec.names import HEAD
 
 _QUOTAS = {"gcp": "console.cloud.google.com/iam-admin/quotas", "aws": "console.aws.amazon.com/servicequotas"}
 
@@ -23,14 +24,17 @@ def check_tools(cluster: ClusterSpec) -> None:
         require(tool)
 
 
-def check_quotas(cluster: ClusterSpec, ask: cloud.Ask) -> None:
-    """Raise `QuotaError` if a pool could not have a single machine; say on stderr if it could not have all."""
+def check_quotas(cluster: ClusterSpec, ask: cloud.Ask, needs_all: bool = False) -> None:
+    """Raise `QuotaError` if a pool could not have a single machine; say on stderr if it could not have all.
+
+    needs_all: a pool that could not have all its machines is an error, too.
+    """
     none: list[str] = []
     for shortfall in ask(lambda each: each.shortfalls()):
         pool = cluster.pool(shortfall.pool)
-        one = shortfall.needs / (pool.max if pool else 1)
+        least = shortfall.needs / (pool.max if pool and not needs_all else 1)
         line = _line(cluster, shortfall)
-        if shortfall.certain and shortfall.has - shortfall.used < one:
+        if shortfall.certain and shortfall.has - shortfall.used < least:
             none.append(line)
         else:
             console.warn(f"spotrun: {line}")
@@ -131,7 +135,9 @@ def _amazon(cluster: ClusterSpec, pools: dict[str, Any]) -> Iterator[tuple[str, 
 
 def _line(cluster: ClusterSpec, found: Shortfall) -> str:
     used = f", {found.used:g} of them in use" if found.used else ""
+    is_head = found.pool == HEAD
+    who, what = ("head", "its machine") if is_head else (f"pool {found.pool}", "the pool's max")
     return (
-        f"pool {found.pool}: quota {found.quota} in {cluster.region} is {found.has:g}{used}; the pool's max takes"
-        f" {found.needs:g}: ask for more at {_QUOTAS[cluster.cloud]}, or lower max"
+        f"{who}: quota {found.quota} in {cluster.region} is {found.has:g}{used}; {what} takes {found.needs:g}: ask for"
+        f" more at {_QUOTAS[cluster.cloud]}{'' if is_head else ', or lower max'}"
     )

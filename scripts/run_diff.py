@@ -32,11 +32,16 @@ def document(store: Store, cluster: str, a: str, b: str) -> Found:
     """What `make diff JSON=1` prints. Raises `SpotrunError` if one of the runs does not exist."""
     first, second = (runs.state(store, cluster, job) for job in (a, b))
     records = [run_show.nodes(store, job, store.list(f"jobs/{job}/system")) for job in (a, b)]
+    one, two = (
+        _spec(state) | (_seed(found) if all(records) else {})
+        for state, found in zip((first, second), records, strict=True)
+    )
     return {
         "a": a,
         "b": b,
         "code": _hidden(_code(store, first, second), {*_secrets(first), *_secrets(second)}),
-        "job": changes(_spec(first) | _seed(records[0]), _spec(second) | _seed(records[1])),
+        "unrecorded": [job for job, found in zip((a, b), records, strict=True) if not found],
+        "job": changes(one, two),
         "packages": changes(*map(_packages, records)),
         "machines": changes(*map(_machines, records)),
         "results": changes(*(_results(state) for state in (first, second))),
@@ -89,6 +94,11 @@ def text(found: Found) -> str:
     lines += _code_text(found["code"])
     for key, title in (("job", "job file"), ("packages", "packages"), ("machines", "machines"), ("results", "results")):
         lines.append("")
+        unknown = found["unrecorded"] if key in ("packages", "machines") else []
+        if unknown:
+            of = " and ".join(dict.fromkeys(unknown))
+            lines.append(f"{title}: not known: there is no record of the machines of {of}")
+            continue
         if not found[key]:
             lines.append(f"{title}: equal")
             continue

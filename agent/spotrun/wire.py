@@ -100,9 +100,8 @@ class Order(Document):
     epoch: int  # of the head that speaks; an agent ignores an epoch lower than the highest that it has seen
     number: int = 0  # within its connection; 0: the head does not number its orders
     jobs: tuple[JobOrder, ...] = ()  # at most one for each job; the agent ends everything of other jobs
+    # Left as they are unless `jobs` has them: jobs that the head cannot read or plan; all, until it sees all nodes.
     parked: tuple[str, ...] = ()
-    """Jobs that the agent leaves as they are, unless `jobs` has an order about them: those that the head cannot read or
-    plan, and all jobs while a new head does not see all nodes."""
 
     @model_validator(mode="before")
     @classmethod
@@ -172,6 +171,7 @@ class Part(Document):
     parts: int = Field(ge=1, lt=1 << 63)
     files: tuple[FileRef, ...]
     whole: str = ""  # xxh3 of the whole snapshot: it must be the same for all parts
+    sketch: dict[str, str] = Field(default={})  # as from `state.shards.sketch`, if the checkpoint has several parts
     took: float = Field(default=0.0, ge=0)  # seconds of its copy and upload; 0: the agent cannot say it
 
 

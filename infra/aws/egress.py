@@ -16,7 +16,7 @@ from infra.aws.stack import AwsStack
 # https://docs.aws.amazon.com/vpc/latest/privatelink/aws-services-privatelink-support.html
 # ec2messages is absent: Systems Manager's agents do not need it since 3.3.40.
 # https://docs.aws.amazon.com/systems-manager/latest/userguide/setup-create-vpc.html
-SERVICES = ("autoscaling", "ec2", "fis", "servicequotas", "ssm", "ssmmessages")
+SERVICES = ("autoscaling", "ec2", "fis", "ssm", "ssmmessages")
 
 
 def make(stack: AwsStack, subnet: Any) -> list[Any]:

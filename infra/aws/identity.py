@@ -23,18 +23,16 @@ SESSIONS = (
     "ssmmessages:OpenControlChannel",
     "ssmmessages:OpenDataChannel",
 )
-# What `spotrun.cloud.aws` calls. These calls only read, and IAM cannot narrow them to a cluster.
+# What the head calls in `spotrun.cloud.aws`. These calls only read, and IAM cannot narrow them to a cluster. Quotas are
+# absent: only operators ask about them.
 LOOKS = (
     "autoscaling:DescribeAutoScalingGroups",
     "autoscaling:DescribeScalingActivities",
     "ec2:DescribeAvailabilityZones",
     "ec2:DescribeCapacityReservations",
-    "ec2:DescribeInstanceTypes",
     "ec2:DescribeInstances",
     "ec2:DescribeSpotPriceHistory",
     "ec2:GetSpotPlacementScores",
-    "servicequotas:GetAWSDefaultServiceQuota",
-    "servicequotas:GetServiceQuota",
 )
 RESIZES = (
     "autoscaling:ResumeProcesses",

@@ -19,17 +19,16 @@ LOG_DAYS = 90
 MTU = 8896  # the most bytes of a packet; without it 1460: https://cloud.google.com/vpc/docs/mtu
 
 BUCKET_ROLE = "roles/storage.objectUser"  # the role of the head, for all objects of the bucket
-# What the head may do in addition: what `spotrun.cloud.gcp` calls. IAM cannot narrow lists. It cannot narrow groups
-# either: conditions do not know an instance group manager's name, and in Compute's v1 API it cannot have a tag
-# (https://cloud.google.com/iam/docs/conditions-resource-attributes). So the head could resize every group of the
-# project, but it cannot change their templates. A separate project for the cluster protects other groups.
+# What the head may do in addition: what it calls in `spotrun.cloud.gcp`. Only operators ask about quotas. IAM cannot
+# narrow lists. It cannot narrow groups either: conditions do not know an instance group manager's name, and in
+# Compute's v1 API it cannot have a tag (https://cloud.google.com/iam/docs/conditions-resource-attributes). So the head
+# could resize every group of the project, but it cannot change their templates. A separate project for the cluster
+# protects other groups.
 HEAD_PERMISSIONS = (
     "compute.instanceGroupManagers.get",  # sizes, members, errors
     "compute.instanceGroupManagers.list",  # resize requests
     "compute.instanceGroupManagers.update",  # resize, request, delete and recreate members
     "compute.instances.list",
-    "compute.projects.get",  # quotas
-    "compute.regions.get",
     "compute.zoneOperations.get",
 )
 # It reads all of Compute Engine, and it has the permissions for advice about the market. This advice is a preview. If

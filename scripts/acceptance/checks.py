@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from scripts import preflight, stacks
-from scripts.acceptance import accounts, devices, trace, ways
+from scripts.acceptance import accounts, devices, plan, trace, ways
 from scripts.acceptance.record import Facts, Failed, NotRun
 from scripts.acceptance.rig import Rig
 from scripts.acceptance.steps import Step
@@ -14,7 +14,7 @@ from scripts.acceptance.trace import Trace
 from scripts.home import home
 from scripts.ssh import Access
 from spotrun import cloud
-from spotrun.errors import SpotrunError
+from spotrun.errors import QuotaError, SpotrunError
 
 Check = Callable[[Rig, Step], Facts]
 
@@ -30,9 +30,18 @@ def _offers(rig: Rig, _: Step) -> Facts:
 
 
 def _quotas(rig: Rig, _: Step) -> Facts:
-    with cloud.asking(rig.cluster) as ask:
-        preflight.check_quotas(rig.cluster, ask)
-        preflight.check_disk_key(rig.cluster)
+    """Of the cluster's own machines, and of the small ones: AWS counts these by other quotas."""
+    small, lacks = plan.small(rig.cluster), list[str]()
+    for cluster in (rig.cluster, *(each for each in (small,) if each is not rig.cluster)):
+        try:
+            with cloud.asking(cluster) as ask:
+                preflight.check_quotas(cluster, ask, needs_all=cluster is not rig.cluster)
+        except QuotaError as error:
+            whose = " (of the first steps' small machines)" if cluster is not rig.cluster else ""
+            lacks += [line + whose for line in str(error).splitlines()]
+    preflight.check_disk_key(rig.cluster)
+    if lacks:
+        raise QuotaError("\n".join(lacks))
     return {"pools": len(rig.cluster.pools)}
 
 

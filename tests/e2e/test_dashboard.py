@@ -20,6 +20,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from prometheus_client.parser import text_string_to_metric_families
 
 from scripts import site as sites
+from scripts.home import home
 from spotrun.history.provenance import Git, Provenance
 from spotrun.state.points import Call, Extra, Header, compress, line
 from spotrun.store import extras_key, job_key, log_key, metrics_key, provenance_key
@@ -320,6 +321,17 @@ def test_prometheus_gets_metrics_through_the_tunnel(cluster: Harness, url: str) 
     assert (head.labels["cluster"], head.value) == (cluster.spec.name, cluster.status()["head"]["epoch"])
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(f"{where}metrics", timeout=PATIENCE)
+
+
+def test_the_tokens_file_comes_back_when_a_second_dashboard_has_ended(cluster: Harness) -> None:
+    """Prometheus reads the token there, as long as any dashboard of the cluster runs."""
+    file = home() / "dashboard" / f"{cluster.spec.name}.token"
+    with dashboard(cluster) as first:
+        with dashboard(cluster) as second:
+            assert file.read_text() == second.partition("token=")[2]
+        wait_for(lambda: file.exists() and file.read_text() == first.partition("token=")[2], what="the first token")
+        assert file.stat().st_mode & 0o777 == 0o600
+    assert not file.exists()
 
 
 def test_history_is_there_while_the_cluster_is_down(tmp_path: Path, chromium: Browser) -> None:

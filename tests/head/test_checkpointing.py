@@ -19,7 +19,7 @@ from spotrun.head.view import Node, View
 from spotrun.store import Store, checkpoint_key
 from spotrun.wire import JobReport, Manifest, Part, StateRef, Trouble
 from tests.fakes import gcs
-from tests.head.views import NOW, A, B, C, job, node, spec, view
+from tests.head.views import NOW, A, B, C, job, node, part, spec, view
 from tests.head.world import World
 
 REF = StateRef(generation=1, step=48)
@@ -40,6 +40,28 @@ def running(since: float, **changes: Any) -> JobState:
 
 def acts(given: View) -> tuple[Action, ...]:
     return tuple(each for each in plan(given).actions if isinstance(each, Save | AbortSave | Finish | Resume))
+
+
+SOMETHING = "something that run.track was given"
+DIFFERING: dict[str, tuple[tuple[dict[str, str], ...], str]] = {
+    "agents of an older version do not tell": (({}, {}), SOMETHING),
+    "one of the agents is of an older version": (({"a": "1"}, {}), SOMETHING),
+    "what differs is not at the beginning of a tensor": (({"a": "1"}, {"a": "1"}), SOMETHING),
+    "one object": (({"a": "1", "b": "1"}, {"a": "1", "b": "2"}), "what run.track was given as b"),
+    "two objects": (({"b": "1", "a": "1"}, {"b": "2", "a": "2"}), "what run.track was given as b, a"),
+    "an object that only one node has": (({"a": "1"}, {"a": "1", "b": "1"}), "what run.track was given as b"),
+    "a name that no argument can have": (({"a b": "1"}, {"a b": "2"}), SOMETHING),
+}
+
+
+@pytest.mark.parametrize(("sketches", "what"), DIFFERING.values(), ids=list(DIFFERING))
+def test_the_event_names_what_differs_between_nodes(sketches: tuple[dict[str, str], ...], what: str) -> None:
+    parts = [part(number, str(number)).replace(sketch=found) for number, found in enumerate(sketches)]
+    saving = Saving(ref=REF, holders=(A, B), since=NOW)
+    given = view(job(A, B, saving=saving), *(node(n, parts=(p,)) for n, p in zip((A, B), parts, strict=True)))
+    abort, save = acts(given)
+    assert abort == AbortSave(f"{what} differs between nodes; one node saves all of it")
+    assert isinstance(save, Save)
 
 
 @pytest.mark.parametrize(

@@ -229,3 +229,21 @@ async def test_a_bucket_that_is_slow_for_the_progress_of_one_job_delays_no_other
     await stage.round(100)
     assert [stage.written(job).phase for job in (slow, good, urgent)] == ["succeeded"] * 3
     assert stage.lost([slow, good, urgent]) == 0
+
+
+async def test_an_ended_job_that_cannot_be_read_is_listed(tmp_path: Path) -> None:
+    """A later version has written its state. Its machines have gone, so it is not parked."""
+    stage = Theatre(tmp_path, machines=1, total=10)
+    job = await stage.queue_job("job", 1)
+    await stage.round(40)
+    assert stage.written(job).phase == "succeeded"
+    rewrite(stage, job_key(job, "state.json"), lambda state: state | {"format": 2})
+    stage.restart_head()
+    await stage.round(2)
+    (row,) = await asked(stage, stage.head, "jobs")
+    assert (row["id"], row["phase"], list(stage.head.parked)) == (job, "unreadable", [])
+    assert "this version of spotrun reads format 1" in row["reason"]
+    with pytest.raises(SpotrunError, match=f"no job has run since this head began; name one of these: {job}"):
+        await asked(stage, stage.head, "relaunch")
+    rewrite(stage, job_key(job, "state.json"), lambda state: state | {"cluster": "another"})
+    assert await asked(stage, stage.head, "jobs") == []

@@ -234,12 +234,12 @@ WORDS: dict[str, tuple[Demand, tuple[Offer, ...], str]] = {
     "two other zones: the machines that the head expects there": (
         replace(PLAIN, pools=frozenset({"s", "t", "u"})),
         (offer("s", there=1), offer("t", zone="b", advice=SCARCE), offer("u", zone="c", supply="short")),
-        "s in a: 1 machine; machines expected in other zones: b 0.5, c 0",
+        "s in a: 1 machine; other zones would probably have: b 0.5, c 0",
     ),
     "another zone with many machines": (
         job(min=16, max=16),
         (offer("s", there=16, most=16), offer("t", zone="b", there=16, most=16)),
-        "s in a: 16 machines; machines expected in other zones: b 16",
+        "s in a: 16 machines; other zones would probably have: b 16",
     ),
     "a deadline without on-demand machines": (
         replace(PLAIN, deadline=NOW + 7200.0, left=60.0),

@@ -161,7 +161,7 @@ def test_the_bucket_is_granted_on_the_bucket(cluster: Cluster) -> None:
 def test_the_head_may_do_what_its_cloud_module_asks_and_no_more(cluster: Cluster) -> None:
     """Every call of a client in spotrun.cloud.gcp needs one permission, and every permission is for some call.
 
-    Only the calls about the market, which are previews, need roles/compute.viewer.
+    Only the calls about the market, which are previews, need roles/compute.viewer. Only operators ask about quotas.
     """
     needs = {
         "instances.list": "compute.instances.list",
@@ -177,8 +177,8 @@ def test_the_head_may_do_what_its_cloud_module_asks_and_no_more(cluster: Cluster
         "resizes.insert_unary": "compute.instanceGroupManagers.update",
         "resizes.cancel_unary": "compute.instanceGroupManagers.update",
         "operations.wait": "compute.zoneOperations.get",
-        "regions.get": "compute.regions.get",
-        "projects.get": "compute.projects.get",
+        "regions.get": "",
+        "projects.get": "",
     }
     clients = "instances|groups|operations|regions|projects|images|resizes"
     modules = (ROOT / "agent/spotrun/cloud/gcp").glob("*.py")
@@ -186,7 +186,7 @@ def test_the_head_may_do_what_its_cloud_module_asks_and_no_more(cluster: Cluster
     calls = {".".join(call) for source in sources for call in re.findall(rf"\b\w+\.({clients})\.(\w+)[()]", source)}
     roles = cluster.base.all("google_project_iam_custom_role")
     granted = [permission for role in roles.values() for permission in role["permissions"]]
-    assert sorted(granted) == sorted({needs[call] for call in calls})
+    assert sorted(granted) == sorted({needs[call] for call in calls} - {""})
 
 
 def test_the_head_ends_only_its_own_clusters_machines(cluster: Cluster) -> None:

@@ -78,11 +78,31 @@ async def test_a_part_gets_into_the_bucket(tmp_path: Path) -> None:
     await s.until(lambda: s.uploader.part, "the part")
     part = s.uploader.part
     assert part is not None
-    assert (part.step, part.generation, part.index, part.parts) == (7, 2, 0, 1)
+    assert (part.step, part.generation, part.index, part.parts, part.sketch) == (7, 2, 0, 1, {})
     assert {file.name for file in part.files} == {
         path.name for path in (s.bucket / "jobs/j/checkpoints/0000000007").iterdir()
     }
     assert (s.uploader.trouble, s.uploader.late, s.copies()) == (None, None, [])
+
+
+async def test_parts_of_different_states_tell_in_which_object(tmp_path: Path) -> None:
+    """A tensor's name begins with that of its object. A checkpoint of one part has nothing to compare."""
+    shared, found = np.zeros(5000, np.float32), []
+    for number in range(2):
+        s = Uploading(tmp_path / str(number))
+        late = np.where(np.arange(5000) == 4999, np.float32(number), shared)  # far from its beginning
+        tensors = {"model.0.weight": shared, "ema[0].w": shared + np.float32(number), "model2": late, "x": shared}
+        save_file(tensors, slots.data_path(s.slots, 0))
+        size, xxh3 = slots.digest(slots.data_path(s.slots, 0))
+        slots.commit(s.slots, 0, slots.Record("j", 2, 7, size, xxh3, {}))
+        s.wanted = WantedPart("j", s.slots, REF, number, 2)
+        await s.until(lambda s=s: s.uploader.part, "the part")  # type: ignore[misc]
+        assert s.uploader.part is not None
+        found.append(s.uploader.part)
+    first, second = (part.sketch for part in found)
+    assert first.keys() == second.keys() == {"model", "ema", "model2", "x"}
+    assert {name for name in first if first[name] != second[name]} == {"ema"}
+    assert found[0].whole != found[1].whole
 
 
 async def test_a_bucket_that_refuses_is_tried_again_from_the_same_copy(tmp_path: Path) -> None:

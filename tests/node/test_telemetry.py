@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import threading
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import zstandard
 
@@ -61,6 +64,22 @@ def test_the_rates_are_those_between_two_readings(tmp_path: Path) -> None:
     after = sensors.read()
     seconds = after["time"] - before["time"]
     assert after.get("net_in", 0) * seconds < 40 << 20
+
+
+def test_the_processor_is_compared_with_the_last_reading_of_any_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of threads reads, and a thread's first reading was 0 %."""
+    times = namedtuple("times", "user idle iowait guest")
+    seconds = iter([times(10.0, 80.0, 10.0, 5.0), times(16.0, 83.0, 11.0, 5.0), times(18.0, 91.0, 11.0, 6.0)])
+    monkeypatch.setattr(psutil, "cpu_times", lambda: next(seconds))
+    sensors = Sensors(tmp_path, tmp_path)
+    found: list[float] = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: found.append(sensors.read()["cpu"]))
+        thread.start()
+        thread.join()
+    assert found == [60.0, 20.0], "a guest's time is in the user's, too"
 
 
 def test_the_values_of_gpus() -> None:

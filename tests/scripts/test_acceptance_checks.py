@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from scripts import preflight
 from scripts import site as sites
 from scripts.acceptance import accounts, devices, plan
 from scripts.acceptance.checks import CHECKS
@@ -20,9 +23,11 @@ from scripts.acceptance.start import _others, accept
 from scripts.acceptance.steps import STEPS
 from scripts.acceptance.trace import Trace, _parsed
 from scripts.home import home
+from spotrun import cloud
+from spotrun.cloud import Shortfall
 from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError
-from spotrun.spec import PoolSpec, load_cluster
+from spotrun.spec import ClusterSpec, PoolSpec, load_cluster
 from tests.fakes.cluster import Machines
 
 ROOT = Path(__file__).parents[2]
@@ -175,6 +180,26 @@ def test_flex_templates_are_looked_at_only_where_there_are_flex_pools() -> None:
     assert plan.missing(step, spot) == "no pool of the cluster has market flex"
     pool = PoolSpec(name="flex", market="flex", zone="us-central1-a", machine="g2-standard-8", max=1)
     assert plan.missing(step, spot.model_copy(update={"pools": (pool,)})) == ""
+
+
+def test_quotas_are_enough_for_two_small_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWS counts them by another quota than those with GPUs. A new account has enough for one."""
+    lack = "All Standard Spot Instance Requests"
+
+    @contextlib.contextmanager
+    def asking(cluster: ClusterSpec) -> Iterator[Any]:
+        has = dict.fromkeys((pool.name for pool in cluster.pools), 5.0 if cluster is not G5 else 32.0)
+        needs = 8.0 if cluster is not G5 else 64.0
+        yield lambda _: [Shortfall(pool, lack, few, needs) for pool, few in has.items() if few < needs]
+
+    monkeypatch.setattr(cloud, "asking", asking)
+    monkeypatch.setattr(preflight, "check_disk_key", lambda _: None)
+    with pytest.raises(SpotrunError) as error:
+        CHECKS["quotas"](cast(Rig, SimpleNamespace(cluster=G5)), STEPS[0])
+    first, second = str(error.value).splitlines()
+    assert first.startswith(f"pool small-1: quota {lack} in us-east-1 is 5; the pool's max takes 8: ask for more at ")
+    assert first.endswith("(of the first steps' small machines)")
+    assert second.startswith("pool small-2: ")
 
 
 def test_that_notice_is_tried_on_on_demand_machines_only() -> None:

@@ -65,6 +65,12 @@ def test_a_status_shows_all_jobs_and_whose_each_device_is() -> None:
     assert order == ["digits-1", "eval-1", "search", "trial-1", "trial-2"], "a group's jobs are together"
 
 
+def test_a_status_of_a_job_that_has_saved_nothing_says_so() -> None:
+    found = shared()
+    found["job"] |= {"snapshot": None, "checkpoint": None, "goodput": 0.5}
+    assert "saved snapshot none checkpoint none goodput 50%" in " ".join(text(found).split())
+
+
 def test_a_status_says_what_a_node_does_for_each_job() -> None:
     document = shared()
     document["nodes"][0]["jobs"][1] |= {"doing": "importing torch", "doing_seconds": 4.2}

@@ -139,6 +139,14 @@ def test_a_quota_that_is_too_small(aws: Moto, tmp_path: Path, capsys: pytest.Cap
     assert calls(tmp_path) == []
 
 
+def test_a_quota_that_is_too_small_for_the_head(tmp_path: Path) -> None:
+    """It is in no pool of the cluster file, and has no `max`."""
+    with pytest.raises(QuotaError) as caught:
+        preflight.check_quotas(spec(tmp_path), lambda _: [Shortfall("head", "vCPUs", 1, 2)])
+    where = "console.aws.amazon.com/servicequotas"
+    assert str(caught.value) == f"head: quota vCPUs in us-east-1 is 1; its machine takes 2: ask for more at {where}"
+
+
 def test_a_quota_that_the_cloud_may_not_apply_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     preflight.check_quotas(spec(tmp_path), lambda _: [Shortfall("spot", "LOCAL_SSD", 500, 6000, certain=False)])
     assert "pool spot: quota LOCAL_SSD in us-east-1 is 500; the pool's max takes 6000" in capsys.readouterr().err

@@ -255,6 +255,17 @@ def test_diff(two: Store) -> None:
     assert [same[key] for key in ("code", "job", "packages", "machines", "results")] == [[], {}, {}, {}, {}]
 
 
+def test_a_run_that_had_no_machines_does_not_differ_in_each_package(two: Store) -> None:
+    """Such as one that was stopped while it was in the queue."""
+    two.delete([about_key(B, "spot-0", "b")])
+    found = run_diff.document(two, "c", A, B)
+    assert "seed" not in found["job"]
+    lines = run_diff.text(found).splitlines()
+    for what in ("packages", "machines"):
+        assert f"{what}: not known: there is no record of the machines of {B}" in lines
+    assert not [line for line in lines if "torch" in line]
+
+
 @pytest.mark.parametrize(
     ("env", "line", "shown"),
     [

@@ -76,6 +76,7 @@ class Plan:
     gate: str = ""  # a FIFO from which it reads before it says that it is done
     patience: float = 240.0  # seconds that it waits for the others when it leaves a drain
     own_ddp: bool = False  # its script makes the DDP instance itself
+    own_group: bool = False  # its script makes a process group
     reads_size: bool = False  # its set-up asks for the number of workers
     collective: str = ""  # its script has a collective of its own in each step: "first", "middle" or "last" in it
     die_in: str = ""  # where in step `die_at` it does so: "" before the gradients are exchanged, or as `collective`
@@ -125,6 +126,8 @@ def usual(plan: Plan, out: Path) -> None:
         print("set up for", run.world_size, "workers", flush=True)
     module = build(plan, out)
     model: Any = nn.parallel.DistributedDataParallel(module) if plan.own_ddp else run.ddp(module, **plan.ddp)
+    if plan.own_group:
+        dist.new_group()
     if plan.hooks:
         note: Any = out / f"hook-{os.getpid()}"
         model.register_comm_hook(State(note) if plan.stateful else note, hook)

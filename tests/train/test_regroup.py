@@ -776,7 +776,9 @@ def test_a_process_ends_although_a_collective_of_an_old_group_hangs(tmp_path: Pa
             each.join()
 
 
-@pytest.mark.parametrize("what", [["reads_size"], ["own_ddp"], ["scales"], ["hooks", "stateful"]], ids="-".join)
+@pytest.mark.parametrize(
+    "what", [["reads_size"], ["own_ddp"], ["own_group"], ["scales"], ["hooks", "stateful"]], ids="-".join
+)
 def test_a_script_that_cannot_go_on_needs_a_restart(job: Regroups, what: list[str]) -> None:
     """What it made of the number of workers, or of their group, would be wrong in another generation.
 

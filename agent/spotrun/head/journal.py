@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
+from typing import Any
 from weakref import WeakValueDictionary
 
 from spotrun.errors import BadKeyError, JobNotFound, StoreError, UnreadableError
@@ -46,6 +47,14 @@ _STAMPED = r"(?P<id>[^/]+-(?P<stamp>[0-9]{8}-[0-9]{6})(?:-(?P<number>[0-9]+))?)"
 _ID = re.compile(_STAMPED)
 STATE_KEY = re.compile(rf"jobs/{_STAMPED}/state\.json")
 NEWEST = 5  # ids in a message
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A job whose state cannot be read."""
+
+    id: str
+    reason: str  # why not
 
 
 @dataclass(frozen=True)
@@ -149,11 +158,19 @@ class Journal:
                 waiting.append((False, 0.0, job))
         return [job for _, _, job in sorted(waiting)]
 
-    async def newest(self, count: int) -> list[JobState]:
-        """The jobs of the cluster that were submitted last, newest first, without those that cannot be read."""
-        states = (_state(data) for _, data in self._documents())
-        own = (state for state in states if state and state.cluster == self._cluster)
+    async def newest(self, count: int) -> list[JobState | Unreadable]:
+        """The jobs of the cluster that were submitted last, newest first."""
+        found = (self._own(job, data) for job, data in self._documents())
+        own = (each for each in found if each is not None)
         return await asyncio.to_thread(lambda: list(islice(own, count)))
+
+    def _own(self, job: str, data: bytes) -> JobState | Unreadable | None:
+        """A job of the cluster; None if the state is of another cluster's job."""
+        try:
+            state = self._parse(job, data)
+        except UnreadableError as error:
+            return Unreadable(job, str(error)) if _values(data).get("cluster") == self._cluster else None
+        return state if state.cluster == self._cluster else None
 
     def _documents(self) -> Iterator[tuple[str, bytes]]:
         """Each job of the bucket with the bytes of its state, newest first by the time in the job's id."""
@@ -367,8 +384,14 @@ def _state(data: bytes | None) -> JobState | None:
 
 def _unended_here(data: bytes, cluster: str) -> bool:
     """Whether an unreadable state still shows that its job belongs to the cluster and has not ended."""
+    found = _values(data)
+    return found.get("cluster") == cluster and found.get("phase") not in ENDED
+
+
+def _values(data: bytes) -> dict[str, Any]:
+    """What a state that cannot be read has all the same; empty if it is no JSON object."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get("cluster") == cluster and found.get("phase") not in ENDED
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from spotrun.backoff import Backoff
 from spotrun.errors import CorruptError, SpotrunError
 from spotrun.state import slots
-from spotrun.state.shards import write_part
+from spotrun.state.shards import sketch, write_part
 from spotrun.store import Store, checkpoint_key
 from spotrun.wire import FileRef, Part, StateRef, Trouble
 
@@ -166,6 +166,7 @@ class _Copy:
     folder: Path
     files: tuple[FileRef, ...] | None = None  # in `folder`; None: not copied yet
     whole: str = ""  # xxh3 of the snapshot
+    sketch: dict[str, str] = field(default_factory=dict)  # as `Part.sketch`
     uploaded: set[str] = field(default_factory=set)  # names of the files that are in the bucket
     took: float = 0.0  # seconds of the copy, and of the uploads that succeeded, in all tries together
 
@@ -206,6 +207,7 @@ def _copy_and_upload(store: Store, copy: _Copy, stopped: Callable[[], bool]) -> 
         parts=wanted.parts,
         files=copy.files,
         whole=copy.whole,
+        sketch=copy.sketch,
         took=copy.took,
     )
 
@@ -224,6 +226,7 @@ def _copy(copy: _Copy) -> bool:
                 left.unlink()
             _check_room(copy.folder, record.size // wanted.parts)
             written = write_part(wanted.slots, slot, wanted.index, wanted.parts, copy.folder)
+            copy.sketch = sketch(wanted.slots, slot) if wanted.parts > 1 else {}
         copy.files = tuple(FileRef(name=name, size=size, xxh3=xxh3) for name, _, size, xxh3 in written)
         copy.whole = held.xxh3
         return True

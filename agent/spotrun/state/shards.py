@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+
+import xxhash
 
 from spotrun.errors import CorruptError, MisuseError
 from spotrun.state import slots
@@ -24,8 +27,11 @@ ITEM = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
 }
+# The object of a tensor: names are such as model.0.weight or optimizer[0] (`train.encoding`).
+_OBJECT = re.compile(r"[^.\[' ]*")
 ALIGN = 64  # of the first tensor's bytes in the file
 MAX_HEADER = 100 << 20  # the limit of the safetensors library
+SAMPLE = 4096  # bytes of a tensor that are looked at to tell which tensors differ
 
 
 @dataclass(frozen=True)
@@ -165,6 +171,24 @@ def write_part(folder: Path, slot: int, index: int, parts: int, out_dir: Path) -
             (out_dir / name).write_text(json.dumps(content))
             written.append(out_dir / name)
     return [(path.name, path, *slots.digest(path)) for path in written]
+
+
+def sketch(folder: Path, slot: int) -> dict[str, str]:
+    """By the name that `run.track` has for an object: a hash of its tensors' names, types, shapes and first bytes.
+
+    If two snapshots of a step differ, their sketches usually tell in which object. The caller holds
+    `slots.reading(folder, slot)`. Raises `CorruptError`.
+    """
+    path = slots.data_path(folder, slot)
+    entries, begin = read_header(path)
+    found: dict[str, xxhash.xxh3_64] = {}
+    with path.open("rb") as file:
+        for entry in entries:
+            name = _OBJECT.match(entry.name)[0]  # type: ignore[index]  # it matches the empty text, too
+            said = f"{entry.name} {entry.dtype} {entry.shape}".encode()
+            first = os.pread(file.fileno(), min(SAMPLE, entry.stop - entry.start), begin + entry.start)
+            found.setdefault(name, xxhash.xxh3_64()).update(said + first)
+    return {name: each.hexdigest() for name, each in found.items()}
 
 
 def _write_shard(source: Path, begin: int, entries: Sequence[Entry], target: Path) -> None:

@@ -14,9 +14,10 @@ from spotrun.head.planner import patience
 from spotrun.head.planner.liveness import reports, silent
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
-from spotrun.wire import StateRef, Trouble
+from spotrun.wire import Part, StateRef, Trouble
 
 AGAIN = 2.0  # seconds from a checkpoint that is given up until the next one: its cause may still be there
+NAMED, NAME = 4, 40  # objects that an event names at most, and characters of a name: a job's code can choose them
 DRAIN_AHEAD = 0.3  # seconds between choosing a step and reaching it: several times as long as an order takes to arrive
 
 
@@ -92,7 +93,7 @@ def _go_on(view: View, here: list[Node]) -> tuple[Action, ...]:
         return (AbortSave("the bucket has this checkpoint, or a newer one"),)
     if torn(view, saving.ref):
         step = ahead(view, here, DRAIN_AHEAD)
-        why = "something that run.track was given differs between nodes; one node saves all of it"
+        why = f"{_differing(view, saving.ref)} differs between nodes; one node saves all of it"
         return (AbortSave(why), Save(StateRef(generation=job.generation, step=step), _members(view, here)[:1]))
     if any(node.work.late == saving.ref.step for node in here):
         return (AbortSave("a worker was past the step already"),)
@@ -144,5 +145,20 @@ def ahead(view: View, here: list[Node], seconds: float, pace: float = 0.0) -> in
 
 def torn(view: View, ref: StateRef) -> bool:
     """Whether parts of this checkpoint come from different states: together they would not be a valid state."""
-    parts = [part for node in view.nodes if node.work.job == view.job.id for part in node.work.parts]
-    return len({part.whole for part in parts if (part.generation, part.step) == (ref.generation, ref.step)}) > 1
+    return len({part.whole for part in _parts(view, ref)}) > 1
+
+
+def _parts(view: View, ref: StateRef) -> list[Part]:
+    """The parts of this checkpoint that are in the bucket."""
+    parts = (part for node in view.nodes if node.work.job == view.job.id for part in node.work.parts)
+    return [part for part in parts if (part.generation, part.step) == (ref.generation, ref.step)]
+
+
+def _differing(view: View, ref: StateRef) -> str:
+    """What of a torn checkpoint differs between nodes: the names of the objects, as far as they are known."""
+    sketches = [part.sketch for part in _parts(view, ref) if part.sketch]
+    names = dict.fromkeys(name for each in sketches for name in each)
+    found = [name for name in names if len({each.get(name) for each in sketches}) > 1 and name.isidentifier()]
+    if not found:
+        return "something that run.track was given"
+    return f"what run.track was given as {', '.join(name[:NAME] for name in found[:NAMED])}"

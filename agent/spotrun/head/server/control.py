@@ -20,6 +20,7 @@ from spotrun.errors import SpotrunError, StoreError
 from spotrun.head import job_queue, overview, turn_timing
 from spotrun.head.head import Head
 from spotrun.head.job_state import JobState, Stop, apply
+from spotrun.head.journal import Unreadable
 from spotrun.head.requests import Change
 from spotrun.head.status import job_status, row
 from spotrun.machine import private_paths
@@ -155,7 +156,8 @@ class ControlServer:
         unended = [*head.jobs, *head.journal.held]
         known = {each["id"]: each for each in head.status()["jobs"]}
         found = [known.get(job) or await job_queue.brief(head, job) for job in unended]
-        found += [row(state) for state in await head.journal.newest(NEWEST) if state.id not in unended]
+        ended = [each for each in await head.journal.newest(NEWEST) if each.id not in unended]
+        found += [_unreadable(each) if isinstance(each, Unreadable) else row(each) for each in ended]
         # Operators of version 0.1 read `job`.
         return web.json_response([{"job": each["id"], **each} for each in found], dumps=to_json)
 
@@ -247,10 +249,15 @@ class ControlServer:
                 f"no job runs; these jobs have been held since the cluster was brought up: {held}; name one of them"
                 " with ID="
             )
-        ids = [state.id for state in await head.journal.newest(NEWEST)]
+        ids = [each.id for each in await head.journal.newest(NEWEST)]
         if not ids:
             raise SpotrunError("no job has run on this cluster yet")
         raise SpotrunError(f"no job has run since this head began; name one of these: {', '.join(ids)}")
+
+
+def _unreadable(job: Unreadable) -> dict[str, Any]:
+    """The row of a job that has ended, as far as is known, and whose state a later version may have written."""
+    return {"id": job.id, "phase": "unreadable", "reason": job.reason}
 
 
 def _stopped(job: JobState, now: float) -> JobState:

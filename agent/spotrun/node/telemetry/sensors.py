@@ -22,7 +22,7 @@ class Sensors:
         self._tmpfs, self._scratch = tmpfs, scratch
         self._before: dict[str, float] = {}  # counters of the last reading
         self._at = 0.0  # when the last reading was, monotonic
-        psutil.cpu_percent()  # the first call has nothing to compare with
+        self._processor = _processor_times()
 
     def read(self) -> dict[str, Any]:
         """The values now.
@@ -33,7 +33,7 @@ class Sensors:
         memory = psutil.virtual_memory()
         found: dict[str, Any] = {
             "time": round(time.time(), 3),
-            "cpu": psutil.cpu_percent(),
+            "cpu": self._percent(),
             "cores": psutil.cpu_count() or 1,
             "load": round(psutil.getloadavg()[0], 2),
             "memory": memory.total - memory.available,
@@ -50,6 +50,13 @@ class Sensors:
             found["gpus"] = gpus
         return found
 
+    def _percent(self) -> float:
+        """`psutil.cpu_percent` would compare with the last reading of the calling thread: readings change threads."""
+        now, (busy, whole) = _processor_times(), self._processor
+        self._processor = now
+        passed = now[1] - whole
+        return round(min(max((now[0] - busy) / passed, 0.0), 1.0) * 100, 1) if passed > 0 else 0.0
+
     def _rates(self) -> dict[str, float]:
         now, counters = time.monotonic(), _counters()
         seconds, before = now - self._at, self._before
@@ -57,6 +64,13 @@ class Sensors:
         # If a device starts again, its counter begins again at 0.
         known = {name: counters[name] - before[name] for name in counters.keys() & before.keys()}
         return {name: round(more / seconds) for name, more in known.items() if more >= 0 and seconds > 0}
+
+
+def _processor_times() -> tuple[float, float]:
+    """Seconds of all cores since the start: in use, and all of them. Linux counts a guest's time a second time."""
+    times = psutil.cpu_times()._asdict()
+    whole = sum(times.values()) - times.get("guest", 0.0) - times.get("guest_nice", 0.0)
+    return whole - times["idle"] - times.get("iowait", 0.0), whole
 
 
 def _counters() -> dict[str, float]:

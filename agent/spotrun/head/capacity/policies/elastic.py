@@ -146,4 +146,4 @@ def _count(job: Demand, zone: Zone) -> str:
 
 def _others(found: list[Zone], best: Zone) -> str:
     others = [f"{zone.name} {round(zone.hope, 1):g}" for zone in found if zone is not best and zone.name]
-    return f"; machines expected in other zones: {', '.join(others)}" if others else ""
+    return f"; other zones would probably have: {', '.join(others)}" if others else ""
