@@ -207,3 +207,17 @@ def test_a_long_curve_takes_bounded_memory(store: Store) -> None:
     assert len(curve.points) <= 1000
     for extreme in (min, max):
         assert extreme(curve.points.values) == extreme(whole.curve("loss").points.values)
+
+
+def test_many_generations_take_no_more_memory_than_some(store: Store) -> None:
+    """A job of two weeks may have hundreds. The curve still has points of each, in order."""
+    for number in range(1, 201):
+        put(store, 1, block(number, 100 * number - 100, range(100 * number - 99, 100 * number + 1)))
+    reader = Reader(store, "j", most=50)
+    reader.update()
+    curve = reader.curve("loss")
+    assert len(curve.points) < 20_000 / 10
+    assert set(curve.generations) == set(range(1, 201))
+    assert not any(curve.void)
+    found = list(curve.points.steps)
+    assert (found, found[0], found[-1]) == (sorted(set(found)), 1, 20_000)

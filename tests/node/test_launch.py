@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import os
 import signal
@@ -564,3 +565,22 @@ async def test_a_launcher_that_cannot_start_says_so(tmp_path: Path) -> None:
     assert events[-1]["type"] == "ended"
     assert events[-1]["code"] != 0
     await asyncio.wait_for(launcher.end(), 60)
+
+
+async def test_a_launcher_that_cannot_start_holds_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent tries again and again. Otherwise each try would take two of the last descriptors."""
+    make, made = os.pipe, list[tuple[int, int]]()
+
+    def pipe() -> tuple[int, int]:
+        if made:
+            raise OSError(errno.EMFILE, "Too many open files")
+        made.append(make())
+        return made[-1]
+
+    monkeypatch.setattr(os, "pipe", pipe)
+    launcher = Launcher(Templates(), lambda _: None)
+    with pytest.raises(OSError, match="Too many open files"):
+        await launcher.start("127.0.9.9", dict(os.environ), ())
+    for each in made[0]:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(each)

@@ -117,3 +117,51 @@ async def test_a_log_that_is_refused_is_told_once(tmp_path: Path, caplog: pytest
         (tmp_path / "away").rename(tmp_path / "bucket")
         await logs.upload(all=True)
         assert (tmp_path / "bucket/logs/0.log").read_text() == "more text" * outage
+
+
+async def test_logs_of_generations_that_are_over_do_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job may have hundreds of generations. What is in the bucket, and what nobody writes to, is forgotten."""
+    monkeypatch.setattr(log_uploader, "LOOK", 0.0)
+    store = Store(str(tmp_path / "bucket"))
+    logs, open_logs = LogUploader(store), dict[int, int]()
+    for number in range(6):
+        path = tmp_path / f"{number:04d}" / "0.log"
+        path.parent.mkdir()
+        logs.turn_page()
+        logs.follow(path, f"logs/{number}/0.log", lasts=number == 0)
+        if number != 4:  # its worker has printed nothing
+            open_logs[number] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.write(open_logs[number], b"text\n")
+        if number != 2:  # a process that loads its data goes on to write there
+            for older in [each for each in open_logs if each not in (number, 2)]:
+                os.close(open_logs.pop(older))
+        await logs.upload(all=True)
+    os.write(open_logs[2], b"late\n")
+    await logs.upload(all=True)
+    assert sorted(path.parent.name for path in tmp_path.glob("*/0.log")) == ["0000", "0002", "0005"]
+    assert not (tmp_path / "0003").exists()
+    for known in (logs._keys, logs._times, logs._uploaded):
+        assert {path.parent.name for path in known} == {"0000", "0002", "0005"}
+    os.close(open_logs.pop(2))
+    await logs.upload(all=True)
+    assert sorted(path.parent.name for path in tmp_path.glob("*/0.log")) == ["0000", "0005"]
+    texts = {number: store.get(f"logs/{number}/0.log") for number in (0, 1, 2, 3, 5)}
+    assert texts == {number: b"text\nlate\n" if number == 2 else b"text\n" for number in texts}
+    for handle in open_logs.values():
+        os.close(handle)
+
+
+async def test_an_old_log_that_the_bucket_refuses_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_uploader, "LOOK", 0.0)
+    store = Store(str(tmp_path / "bucket"))
+    logs = LogUploader(store)
+    (tmp_path / "old.log").write_text("text")
+    logs.follow(tmp_path / "old.log", "logs/old/0.log")
+    logs.turn_page()
+    (tmp_path / "bucket/logs").write_text("a file where a folder has to be")
+    await logs.upload(all=True)
+    assert (tmp_path / "old.log").exists()
+    (tmp_path / "bucket/logs").unlink()
+    await logs.upload(all=True)
+    assert not (tmp_path / "old.log").exists()
+    assert store.get("logs/old/0.log") == b"text"

@@ -72,6 +72,8 @@ def test_a_claim_holds_as_long_as_its_workers_live(tmp_path: Path) -> None:
     living.remove("one")
     assert found.holder((0, 1)) is None
     assert (found.devices("one"), found.devices("two")) == ((), (3,))
+    found.make("three", (0,), Need(tmp_path), lambda: True)
+    assert sorted(found._claims) == ["three", "two"], "a node may serve thousands of jobs"
 
 
 @pytest.fixture

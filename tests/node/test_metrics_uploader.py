@@ -134,6 +134,19 @@ async def test_it_uploads_while_it_runs(site: Site) -> None:
         uploads.cancel()
 
 
+async def test_blocks_that_the_script_ends_are_forgotten(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so if it logs very much: then the agent sees most blocks only while they grow."""
+    monkeypatch.setattr(points, "LONGEST", 300)
+    writer = site.log(1, 1)
+    for step in range(2, 40):
+        await site.uploader.upload()
+        site.log(1, step, writer=writer)
+    await site.uploader.upload(all=True)
+    assert site.steps() == list(range(1, 40))
+    assert len(site.store.list("jobs")) > 5
+    assert [path for path in site.uploader._seen if path.suffix == points.PART] == []
+
+
 async def test_a_bucket_that_is_away(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """Blocks wait on the disk, and reach the bucket in order. Warnings do not repeat."""
     site.bucket.rmdir()

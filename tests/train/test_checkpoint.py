@@ -389,6 +389,18 @@ def test_complete_and_prune(store: Store, tmp_path: Path, caplog: pytest.LogCapt
     check(folder, 0, 25)
 
 
+@pytest.mark.parametrize("step", [10**10 - 1, 10**10, 1 << 53])
+def test_a_step_with_more_digits_than_most(store: Store, tmp_path: Path, step: int) -> None:
+    save(store, tmp_path, step - 1)
+    save(store, tmp_path, step)
+    assert [ref.step for ref in checkpoints.list_complete(store, "job")] == [step, step - 1]
+    checkpoints.prune(store, "job", 1)
+    assert [ref.step for ref in checkpoints.list_complete(store, "job")] == [step]
+    folder = tmp_path / "slots"
+    folder.mkdir()
+    assert download.fetch(store, "job", step, folder, 0).step == step
+
+
 def test_a_later_generation_that_ends_at_the_same_step_counts(store: Store, tmp_path: Path) -> None:
     """The first one had made the last step, but its script had not ended: its state was not the finished one."""
     save(store, tmp_path, 10)

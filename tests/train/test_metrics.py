@@ -134,6 +134,17 @@ def test_a_new_name_in_each_step(tmp_path: Path) -> None:
     assert control.read_metrics()["loss of step 0"] == 19.0
 
 
+def test_names_take_a_limited_part_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "NAMES", 10)
+    numbers, _ = begun(tmp_path)
+    for step in range(100):
+        numbers.log(step, 0, None, False, {"loss": 1.0, f"\ud800 of step {step}": 2.0})
+    numbers.flush()
+    assert [list(each) for each in values(tmp_path)] == [["loss", f"? of step {step}"] for step in range(100)]
+    assert len(numbers._names) <= 10
+    assert len(numbers._plain) <= 10
+
+
 def test_calls_belong_to_the_generation_in_which_they_are_made(tmp_path: Path) -> None:
     """What is logged before the state is restored is logged again by each process, so it is at the base."""
     control = Control(tmp_path / "control", create=True)

@@ -13,7 +13,7 @@ from spotrun.history.curves import Curve, Points, thin_curve
 from spotrun.history.reader import Reader
 
 RUNS = 24  # runs whose points are in memory
-KEPT = 4000  # points of each name and generation in memory
+KEPT = 4000  # points of each name and generation in memory; with many generations, fewer (see `Reader`)
 DRAWN = 1500  # points of each curve that a page gets: about one for each pixel
 NAMES = 12  # curves in one answer, unless the page asks for others
 PATIENCE = 0.5  # seconds of reading before an answer. The page shows what there is, and asks again

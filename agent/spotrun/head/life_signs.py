@@ -40,7 +40,7 @@ class Signs:
         self._wake = asyncio.Event()
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="signs")
         self._warned = ""
-        self._last_event: dict[str, str] = {}  # by job: the event's kind, as in `silence.news`; "": nodes report
+        self._last_event: dict[str, str] = {}  # by job whose nodes are silent: the event's kind, as in `silence.news`
 
     @property
     def found(self) -> Mapping[str, Sign]:
@@ -52,7 +52,10 @@ class Signs:
         kind, text = silence.news(view) or ("", "nodes report again")
         if kind != self._last_event.get(view.job.id, "") and (kind or view.job.current is not None):
             add_event("silence", text)
-        self._last_event[view.job.id] = kind
+        if kind:
+            self._last_event[view.job.id] = kind
+        else:
+            self._last_event.pop(view.job.id, None)  # a head may have thousands of jobs, one after the other
         return silence.watched(view)
 
     def want(self, nodes: frozenset[str]) -> None:

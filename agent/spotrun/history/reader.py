@@ -19,6 +19,7 @@ AT_ONCE = 16  # blocks that are downloaded at once
 LARGEST = 32 << 20  # bytes of a block's object that are read
 PROBLEMS = 100  # messages about unreadable blocks that are kept
 NAMES = 1000  # names that are read at most, with `most`
+GENERATIONS = 4  # that have `most` points of a name; if there are more, they have fewer
 _KEY = re.compile(r".*/metrics/([0-9]{4,9})/(?:rank-([0-9]{4,9})/)?([0-9]{6,12})\.jsonl\.zst")
 Source = tuple[int, int]  # generation, rank
 
@@ -31,10 +32,11 @@ class Reader:
     """
 
     def __init__(self, store: Store, job: str, names: Iterable[str] | None = None, most: int = 0) -> None:
-        """names: read only these; None: all. most: points of each name and generation in memory; 0: all of them.
+        """names: read only these; None: all. most: points of each name and generation in memory; 0: all points.
 
         With `most`, points are thinned while they are read (`curves.thin`), so that memory is bounded: about 100 bytes
-        for each of these points, and only the first `NAMES` names are read. After an interruption, the least or the
+        for each of these points, and only the first `NAMES` names are read. A job may have hundreds of generations: if
+        a name has many, each of them gets a part of `GENERATIONS` times `most`. After an interruption, the least or the
         greatest value of the range of steps around the base may then belong to the void part, and be missing in the
         part that counts.
         """
@@ -137,9 +139,16 @@ class Reader:
             if source in mine:
                 mine[source].extend(piece)
             else:
+                self._make_room(mine)
                 mine[source] = piece.part(0, len(piece))  # names of a block share columns
             if self._most and len(mine[source]) > 2 * self._most:
                 mine[source] = thin(mine[source], self._most)
+
+    def _make_room(self, mine: dict[Source, Points]) -> None:
+        """Thin the points of all generations, if they are too many together."""
+        total, most = sum(map(len, mine.values())), GENERATIONS * self._most
+        for source, each in mine.items() if most and total > 2 * most else ():
+            mine[source] = thin(each, max(2, most * len(each) // total))
 
     def _wanted(self, block: Block[Call]) -> Iterable[str] | None:
         """The names of a block that are read; None: all. A script may log a new name in each step."""

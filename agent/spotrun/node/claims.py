@@ -30,7 +30,7 @@ class Claims:
 
     def make(self, job: str, devices: tuple[int, ...], need: Need, living: Callable[[], bool]) -> None:
         """Claim these devices for a job, until `living` is false."""
-        self._claims[job] = _Claim(devices, need, living)
+        self._claims = {**dict(self._living()), job: _Claim(devices, need, living)}  # others may have ended long ago
 
     def devices(self, job: str) -> tuple[int, ...]:
         """The devices that the job's living workers use; (): no worker lives."""

@@ -75,15 +75,26 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
+def open_files(prefix: str) -> Iterator[str]:
+    """The paths with this prefix that a process of this user has open."""
+    for process in Path("/proc").glob("[0-9]*"):
+        yield from _open_files(process, prefix)
+
+
 def _used_files(prefix: str) -> Iterator[str]:
     """The paths with this prefix that a process of this user has open or mapped."""
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # the process has just ended, or is another user's
-            # Open files before mapped ones: a process maps a segment before it closes the file.
-            for each in list(os.scandir(process / "fd")):
-                with contextlib.suppress(OSError):
-                    yield os.readlink(each.path)
-            with (process / "maps").open(errors="replace") as maps:
-                for line in maps:
-                    if prefix in line:
-                        yield line[line.index(prefix) :].rstrip("\n")
+        # Open files before mapped ones: a process maps a segment before it closes the file.
+        yield from _open_files(process, prefix)
+        with contextlib.suppress(OSError), (process / "maps").open(errors="replace") as maps:
+            for line in maps:
+                if prefix in line:
+                    yield line[line.index(prefix) :].rstrip("\n")
+
+
+def _open_files(process: Path, prefix: str) -> Iterator[str]:
+    with contextlib.suppress(OSError):  # the process has just ended, or is another user's
+        for each in list(os.scandir(process / "fd")):
+            with contextlib.suppress(OSError):
+                if (path := os.readlink(each.path)).startswith(prefix):
+                    yield path

@@ -183,9 +183,10 @@ class Generations:
     def _follow(self, job: Job, group: WorkerGroup) -> None:
         """The group's workers have the job's devices, and their output goes into the bucket."""
         self._node.claims.make(self._id, self._devices(job), self._need(job), lambda: group.living)
+        self._logs.turn_page()
         for each in group.workers:
             key = log_key(self._id, group.number, self._node.identity.name, each.rank)
-            self._logs.follow(each.log, key)
+            self._logs.follow(each.log, key, lasts=group.number == 0)  # of all workers that warm up
 
     async def end_group(self, job: Job, group: WorkerGroup) -> None:
         await group.end()

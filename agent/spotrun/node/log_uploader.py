@@ -13,9 +13,10 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from spotrun.node import cleanup, log_tail
 from spotrun.store import Store, times_key
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ INTERVAL = 5.0  # seconds between uploads of a log that grows
 LONGEST = 256 << 20  # bytes of a log; one that grows beyond that begins again, because all jobs share the disk
 STRETCH = 4 << 20  # bytes; a log of n times this size is uploaded n times less often: each upload sends all of it
 SEARCHING = 0.01  # share of the time that the search for other files may take
+LOOK = 60.0  # seconds between two looks whether a process still has an old log open, at least
 
 
 class _Times:
@@ -113,12 +115,46 @@ class LogUploader(GrowingFiles):
         super().__init__(store, dict)
         self._keys: dict[Path, str] = {}
         self._times: dict[Path, _Times] = {}
+        self._kept: set[Path] = set()  # logs to which workers write, or may write
+        self._lasting: set[Path] = set()  # those of them that `turn_page` leaves
+        self._looked = -LOOK  # monotonic seconds of the last look at open logs
 
-    def follow(self, path: Path, key: str) -> None:
+    def turn_page(self) -> None:
+        """From now on, workers write to the logs that are followed next, not to those before."""
+        self._kept = set(self._lasting)
+
+    def follow(self, path: Path, key: str, lasts: bool = False) -> None:
+        """Upload this log to that key. lasts: workers may write to it again after `turn_page`."""
         self._keys[path] = key
+        self._kept.add(path)
+        if lasts:
+            self._lasting.add(path)
 
     def forget(self) -> None:
         self._keys, self._uploaded, self._troubles, self._times = {}, {}, {}, {}
+        self._kept, self._lasting = set(), set()
+
+    async def upload(self, all: bool = False) -> None:
+        await super().upload(all)
+        old = [path for path in self._keys if path not in self._kept]
+        if old and time.monotonic() - self._looked >= LOOK:
+            self._looked = time.monotonic()
+            for path in await asyncio.to_thread(self._complete, old):
+                if path not in self._kept:
+                    self._remove(path)
+
+    def _complete(self, paths: Sequence[Path]) -> list[Path]:
+        """Those of these logs that no process has open, and that are in the bucket."""
+        used = set(cleanup.open_files(os.path.realpath(os.path.commonpath(paths))))
+        unused = [path for path in paths if os.path.realpath(path) not in used]
+        return [path for path in unused if self._uploaded.get(path, (0, 0.0))[0] == log_tail.size(path)]
+
+    def _remove(self, path: Path) -> None:
+        for known in (self._keys, self._uploaded, self._troubles, self._times):
+            known.pop(path, None)  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError):  # it was never written, or the folder has other logs
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
 
     async def run(self) -> None:
         """Upload logs that have grown, until cancelled."""

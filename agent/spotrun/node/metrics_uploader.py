@@ -137,6 +137,7 @@ class MetricsUploader:
             self._store.create(key(self._job, generation, number), points.compress(_read(path)))
             self._troubles.clear()
             path.unlink()
+            self._seen.pop(path.with_suffix(points.PART), None)  # it is there if the script's process ended the block
 
     def _limit(self) -> None:
         """Drop the oldest blocks if too many wait for the bucket."""

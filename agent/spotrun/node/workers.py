@@ -194,7 +194,8 @@ class WorkerGroup:
         """Record that the launcher has forked the workers."""
         for each, pid in zip(self.workers, pids, strict=True):
             each.pid = pid
-            with contextlib.suppress(ProcessLookupError):
+            # It may have ended. Or this process has too many descriptors: then only its launcher's end can end it.
+            with contextlib.suppress(OSError):
                 each.pidfd = os.pidfd_open(pid)
 
     def exited(self, local_rank: int, code: int) -> None:

@@ -17,7 +17,7 @@ from spotrun.wire import Manifest, StateRef, problem
 
 log = logging.getLogger(__name__)
 
-_FOLDER = re.compile(r"(\d{10})/(.+)$")
+_FOLDER = re.compile(r"/(\d{10,})/(.+)$")
 
 
 class _Newer(ValueError):
@@ -115,7 +115,7 @@ def _folders(store: Store, job: str) -> dict[int, set[str]]:
     """Names of the files in each step's folder."""
     folders: dict[int, set[str]] = {}
     for key in store.list(checkpoints_key(job)):
-        if match := _FOLDER.search(key.removeprefix(checkpoints_key(job))):
+        if match := _FOLDER.match(key.removeprefix(checkpoints_key(job))):
             folders.setdefault(int(match[1]), set()).add(match[2])
     return folders
 

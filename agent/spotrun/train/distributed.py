@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from spotrun.errors import SpotrunError
+from spotrun.machine import name_lookups
 from spotrun.machine.gpus import gpu_count, uses_gpus
 from spotrun.train import connections, group_health
 from spotrun.train.parallel import Parallel
@@ -152,7 +153,8 @@ def _agent_store(patience: timedelta = CONNECT) -> dist.Store:
     `env://` tries to connect for as long as a collective may take. A worker that comes too late would hang.
     """
     host, port, world = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(host, port, world, is_master=False, timeout=patience)
+    with name_lookups.impatient():
+        store = dist.TCPStore(host, port, world, is_master=False, timeout=patience)
     store.set_timeout(TIMEOUT)
     return store
 

@@ -31,6 +31,7 @@ MOST = 1_000_000  # numbers that wait for the disk; more of them are dropped
 EXTRAS_WAITING = 100  # texts, images and histograms that wait for the disk; more of them are dropped
 UNSENT = 16 << 20  # bytes of lines that wait for room on the disk; more of them are dropped
 LONGEST = 200  # characters of a name
+NAMES = 10_000  # names that are remembered; a script may log under a new name in each step
 SHOWN = 1000  # names whose newest numbers are kept for the display; the display has room for fewer
 PATIENCE = 2.0  # seconds that a worker waits for its last numbers before it ends
 
@@ -236,6 +237,9 @@ class Metrics:
         if not 0 < len(known) <= LONGEST:
             self._warn(name, f"run.log({known[:20]}…=…): a name has 1 to {LONGEST} characters: left out")
             return ""
+        if len(self._names) >= NAMES:
+            self._names.clear()
+            self._plain.clear()
         self._names[name] = known
         if known == name:
             self._plain.add(name)

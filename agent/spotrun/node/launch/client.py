@@ -52,7 +52,13 @@ class Launcher:
         """
         variables = {name: value for name, value in env.items() if name != SOCKETS}
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=1 << 20)
-        (input, commands), (events, output) = (map(FileIO, os.pipe(), ("rb", "wb")) for _ in range(2))
+        input, commands = _pipe()
+        try:
+            events, output = _pipe()
+        except OSError:  # this process has as many descriptors as it may have, and will try again
+            input.close()
+            commands.close()
+            raise
         with input, output:
             self._commands, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, commands)
             self._events, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), events)
@@ -122,3 +128,8 @@ class Launcher:
         code = await process.wait()
         self.store = ""
         self._on_event({"type": "ended", "code": code})
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    reading, writing = os.pipe()
+    return FileIO(reading, "rb"), FileIO(writing, "wb")

@@ -43,6 +43,7 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
+from spotrun.machine import name_lookups
 from spotrun.machine.processes import descendants, kill
 from spotrun.node.launch import preload
 from spotrun.node.launch.orphans import Orphans
@@ -284,6 +285,7 @@ def main(address: str, lines_in: int, lines_out: int) -> None:
     address: of this node. lines_in, lines_out: descriptors for the commands and the events.
     """
     logging.basicConfig(level=logging.WARNING, format="launcher: %(message)s")
+    name_lookups.leave_out_dns()  # here, not in the workers, which are forks of the forkserver
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # workers' ranks follow from the node's rank: no store needed
     events = EventWriter(lines_out)
     events.write(type="importing")  # torch is imported already; the forkserver imports the script's modules
