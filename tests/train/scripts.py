@@ -208,6 +208,38 @@ def sharded(plan: Any, out: Path) -> None:
             script.step(script.model, x, index)
 
 
+def generated(plan: Any, out: Path) -> None:
+    """In each epoch it makes a generator of batches."""
+    script = Script(plan, out)
+    script.run.track(model=script.model, optimizer=script.optimizer)
+    for _ in script.run.epochs(EPOCHS):
+        loader = DataLoader(Numbered(), batch_size=BATCH)
+        for x, index in script.run.steps(batch for batch in loader):
+            script.step(script.model, x, index)
+    script.save()
+
+
+class Part(IterableDataset[Any]):
+    """Each worker's own part. The processes of a loader ask for its place."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        return map(Numbered().__getitem__, range(self.run.rank, SAMPLES, self.run.world_size))
+
+
+def parts(plan: Any, out: Path) -> None:
+    """The process that loads its data stays from epoch to epoch."""
+    script = Script(plan, out)
+    script.loader = DataLoader(
+        Part(script.run), BATCH, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    script.run.track(model=script.model, optimizer=script.optimizer)
+    script.train()
+    script.save()
+
+
 def lengths(plan: Any, out: Path) -> None:
     """Its schedule depends on how many steps a worker makes."""
     script = Script(plan, out)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from spotrun.train import failures, restore, streams, transfer
 from spotrun.train.encoding import Encoder, decode
 from spotrun.train.failures import is_peer_failure
 from spotrun.train.restore import NOTHING, Offer
+from spotrun.train.rng import reseed
 from spotrun.train.slot_files import layout
 from spotrun.train.snapshot import Writer
 from spotrun.train.transfer import OwnState
@@ -473,34 +473,56 @@ def test_unused_parameters_and_no_sync_are_as_in_ddp_on_gpus(cluster: Cluster, w
         assert said["together"] == workers + 1.0
 
 
-class Recomputed(nn.Module):
-    """Has its parameter in a part that the backward pass computes again, as a backward pass of its own."""
+class Layers(nn.Module):
+    """Uses its parameters in one of several ways. Its loss always depends on all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(1, 1), nn.Linear(1, 1)
+        self.kind, self.first, self.heads = kind, nn.Linear(1, 1), nn.ModuleList([nn.Linear(1, 2), nn.Linear(1, 2)])
+        self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = checkpoint(self.second, self.first(x), use_reentrant=True)
-        return found
+    def forward(self, x: torch.Tensor, head: int) -> Any:
+        if self.kind == "computed again":  # in a backward pass of its own
+            found: torch.Tensor = checkpoint(self.heads[head], self.first(x), use_reentrant=True)
+            return found
+        found = self.heads[head](self.first(x))
+        return torch.distributions.Categorical(logits=found) if self.kind == "a result of a class" else found
+
+    def loss(self, call: Any) -> torch.Tensor:
+        """call: as `forward`, of what `run.ddp` has returned."""
+        first, second = (call(torch.tensor([[value]]), head) for head, value in enumerate((0.5, -1.5)))
+        if self.kind == "a result of a class":
+            first, second = (each.log_prob(torch.ones(())).sum() for each in (first, second))
+        return (first.square().sum() + second.square().sum()) * self.scale  # used beside the module
 
 
-def recompute(environment: dict[str, str], out: str) -> None:
+KINDS = ("heads", "computed again", "a result of a class")
+
+
+def use_in_many_ways(environment: dict[str, str], out: str) -> None:
     os.environ.update(environment)
     run = spotrun.init()
-    model, said = run.ddp(Recomputed()), ""
-    try:
-        run.backward(model(torch.ones(1, 1)).sum())
-    except RuntimeError as error:
-        said = "".join(traceback.format_exception_only(error))
-    Path(out).write_text(said)
+    found = {}
+    for kind in KINDS:
+        model = run.ddp(Layers(kind))
+        for _ in range(2):  # in the second step, it is known which parameters got a gradient in the first
+            model.zero_grad()
+            run.backward(model.module.loss(model) * (run.rank + 1.0))
+        found[kind] = [each.grad for each in model.parameters()]
+    torch.save(found, out)
 
 
-def test_three_workers_on_cpus_refuse_reentrant_checkpoints_and_say_what_to_write(cluster: Cluster) -> None:
+def test_three_workers_on_cpus_average_the_gradients_of_all_that_a_script_uses(cluster: Cluster) -> None:
+    """DDP looks for unused parameters there. It would only look at the result of the newest forward pass."""
     paths = [cluster.path / str(rank) for rank in range(3)]
-    run_all(recompute, [(str(path),) for path in paths])
-    for path in paths:
-        assert "write use_reentrant=False" in path.read_text()
+    run_all(use_in_many_ways, [(str(path),) for path in paths])
+    reseed(0, "init")
+    for kind in KINDS:
+        model = Layers(kind)
+        (model.loss(model) * 2.0).backward()
+        for path in paths:
+            for own, each in zip(torch.load(path)[kind], model.parameters(), strict=True):
+                assert torch.allclose(own, each.grad)
 
 
 def test_a_bug_in_the_script_is_no_peer_failure(cluster: Cluster) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -17,8 +21,9 @@ from spotrun.state.control import EXIT_DRAINED, EXIT_PEER
 from spotrun.train import batches, training_state
 from spotrun.train.parallel import Parallel
 from spotrun.train.training_state import _keep_groups
+from tests.helpers import wait_for
 from tests.train.generations import Cluster, flatten
-from tests.train.regroups import Regroups
+from tests.train.regroups import Regroups, undisturbed_final
 from tests.train.scripts import EPOCHS, SAMPLES
 
 NODES = ["a", "b", "c"]
@@ -54,7 +59,7 @@ def test_a_restart_changes_no_bit(tmp_path: Path, script: str) -> None:
         assert sorted(before.final()["again"] + before.final(1)["again"]) == everything
 
 
-@pytest.mark.parametrize("script", ["seeded", "buffered"])
+@pytest.mark.parametrize("script", ["seeded", "buffered", "generated"])
 def test_a_loader_with_another_sampler_gives_each_sample_once(tmp_path: Path, script: str) -> None:
     before = undisturbed(tmp_path / "before", script, ["a"])
     after = restarted(tmp_path / "after", script, ["a"])
@@ -149,6 +154,25 @@ def test_layers_that_are_unfrozen_later(tmp_path: Path, job: Regroups) -> None:
         assert flatten(job.cluster.final(rank)) == first
 
 
+def kill(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()
+
+
+def test_a_loaders_processes_know_the_place_of_their_worker(tmp_path: Path, job: Regroups) -> None:
+    """Also if they stay (`persistent_workers=True`) and the worker has another rank now."""
+    plan: dict[str, Any] = {"script": "parts", "keeps_loaders": True}
+    before = undisturbed_final(tmp_path / "before", "ab", 0, plan)
+    job.begin("ab", stop_at=9, a=plan, b=plan)  # in the second epoch
+    wait_for(lambda: job.members[0].control.left == EXIT_DRAINED)
+    for each in psutil.Process(job.members[0].process.pid).children():
+        job.stack.callback(kill, each)  # an agent ends what a worker leaves behind
+    job.regroup([job.members[1], job.warm_up("d", **plan)])
+    assert job.end() == [0, 0], job.cluster.log()
+    assert flatten(job.cluster.final()) == flatten(before)
+    assert job.cluster.seen() == dict.fromkeys(range(EPOCHS), everything)
+
+
 @pytest.mark.parametrize(
     ("script", "why"),
     [
@@ -175,6 +199,7 @@ def test_a_set_up_that_depends_on_the_number_of_workers_needs_a_restart(
         ("unnamed_optimizer", "run.track names no optimizer of a model (Sequential), so no optimizer's state is saved"),
         ("unnamed_scheduler", "run.track does not name the CosineAnnealingWarmRestarts, so its state is not saved"),
         ("sharded", "the script reads run.world_size before run.steps, and the loader has no ElasticSampler"),
+        ("generated", "run.steps got a generator, and an iterator cannot begin again"),
         ("unwrapped", "the script does not call run.ddp: unless it averages gradients, each worker trains alone"),
     ],
 )
@@ -218,6 +243,10 @@ def test_the_order_of_torchs_samplers_follows_from_seed_epoch_and_rank(own: dict
     assert order(0, 0, **own) != order(1, 0, **own)
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 class Dealing(torch.utils.data.Sampler[int]):
     """Deals out one order to all ranks."""
 
@@ -230,6 +259,36 @@ class Dealing(torch.utils.data.Sampler[int]):
 
 def test_a_sampler_that_deals_out_one_order_does_so_on_all_ranks() -> None:
     assert order(0, rank=0, sampler=Dealing) == order(0, rank=1, sampler=Dealing)
+
+
+class Own(torch.utils.data.Sampler[int]):
+    """Draws with a generator of its own, under any name."""
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __iter__(self) -> Iterator[int]:
+        if isinstance(self.rng, torch.Generator):
+            return iter(torch.randperm(50, generator=self.rng).tolist())
+        order = list(range(50))
+        self.rng.shuffle(order)
+        return iter(order)
+
+
+@pytest.mark.parametrize("make", [random.Random, numpy.random.default_rng, numpy.random.RandomState, seeded])
+def test_the_order_of_another_sampler_follows_from_its_first_seed_and_the_epoch(make: Callable[[int], Any]) -> None:
+    """So an epoch can begin again, in this process or in a new one."""
+
+    def begin(loader: Any, epoch: int, rank: int = 0) -> list[int]:
+        return [int(value) for value in batches.begin(loader, seed=1, epoch=epoch, rank=rank)]
+
+    def loader(own: int = 3) -> Any:
+        return torch.utils.data.DataLoader(range(50), sampler=Own(make(own)))  # type: ignore[arg-type]
+
+    first = loader()
+    orders = [begin(first, epoch) for epoch in (0, 1, 1)]
+    assert orders[0] != orders[1] == orders[2] == begin(loader(), 1) == begin(loader(), 1, rank=1)
+    assert begin(loader(4), 1) != orders[1]
 
 
 def test_a_model_may_change_after_run_ddp() -> None:

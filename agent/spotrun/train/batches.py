@@ -11,16 +11,26 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from spotrun.errors import MisuseError
-from spotrun.train.rng import Seeds, derive, prepare, reseed
+from spotrun.train.distributed import rank_and_world
+from spotrun.train.rng import Generators, Seeds, derive, prepare, reseed
 from spotrun.train.sampler import ElasticSampler, deal, share, taken
 
 AT_ONCE = 64  # batches that are described together: one in each step took 20 µs more (bench/RESULTS.md)
 END = object()  # in place of a batch: the loader has no more
 log = logging.getLogger(__name__)
+_generators = Generators()  # of samplers that are none of torch's
 
+_PLACE = "_spotrun_place"  # attribute of a loader: this worker's rank, and the number of workers, in its last epoch
 _TORCHS = (BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # each rank draws for itself
 
 
@@ -206,19 +216,37 @@ def begin(loader: Any, seed: int, epoch: int, rank: int) -> Iterator[Any]:
     """An epoch of a loader without an ElasticSampler: its order follows from these numbers.
 
     The loader shuffles when its first batch is fetched, by a generator of its own or by the global one. If the sampler
-    is none of torch's, its generator stays as it is: the sampler may deal out one order to all ranks.
+    is none of torch's, its generator does not follow from the rank: the sampler may deal out one order to all ranks.
     """
+    _renew_processes(loader)
     sampler: Any = getattr(loader, "sampler", None)
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     batch_sampler = getattr(loader, "batch_sampler", None)
-    sampler = getattr(batch_sampler, "sampler", sampler)  # with batch_sampler=…, the loader's own one is not used
-    if type(sampler) in _TORCHS and (batch_sampler is None or type(batch_sampler) in _TORCHS):
-        for number, generator in enumerate(getattr(each, "generator", None) for each in (loader, sampler)):
+    inner = getattr(batch_sampler, "sampler", sampler)  # with batch_sampler=…, the loader's own one is not used
+    if type(inner) in _TORCHS and (batch_sampler is None or type(batch_sampler) in _TORCHS):
+        for number, generator in enumerate(getattr(each, "generator", None) for each in (loader, inner)):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(derive(seed, "loader", number, epoch, rank))
+    else:
+        _generators.begin_epoch((batch_sampler, inner), epoch)
     reseed(seed, "epoch", epoch, rank)
     return iter(loader)
+
+
+def _renew_processes(loader: Any) -> None:
+    """End the processes of a loader that keeps them (`persistent_workers=True`), if this worker has another rank now.
+
+    They have copies of the script's objects, and so of `run`, from when they began.
+    """
+    if not isinstance(loader, DataLoader) or not loader.persistent_workers:
+        return
+    iterator: Any = loader._iterator
+    place = rank_and_world()
+    if vars(loader).setdefault(_PLACE, place) != place and iterator is not None:
+        iterator._shutdown_workers()
+        loader._iterator = None
+    vars(loader)[_PLACE] = place
 
 
 def _skip(iterator: Iterator[Any], count: int, seed: int, step: int, accumulate: int, rank: int) -> None:
@@ -247,6 +275,18 @@ def sampler_of(loader: Any) -> ElasticSampler | None:
     """The loader's ElasticSampler, if it has one."""
     sampler = getattr(loader, "sampler", None)
     return sampler if isinstance(sampler, ElasticSampler) else None
+
+
+def obstacle(loader: Any, read: str) -> str:
+    """Why a script cannot begin an epoch again with this loader, in the same process; empty: it can.
+
+    read: what told the script the number of workers, before it began the epoch; empty: nothing did.
+    """
+    if isinstance(loader, Iterator):
+        return f"run.steps got a {type(loader).__name__}, and an iterator cannot begin again"
+    if read and sampler_of(loader) is None:
+        return f"the script reads {read} before run.steps, and the loader has no ElasticSampler"
+    return ""
 
 
 def length_of(loader: Any, accumulate: int) -> int | None:

@@ -8,7 +8,6 @@ import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -19,19 +18,14 @@ from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from spotrun.errors import SpotrunError
 from spotrun.train import collectives
+from spotrun.train.unused import Found, Spare, Used
 
 # Whether DDP copies buffers before each forward pass. Older versions of torch call it broadcast_buffers.
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
 _CONSTANT = (type(None), bool, int, float, str, bytes, PurePath)  # what a hook cannot change
 _BUCKET = 250 << 20  # bytes a broadcast of buffers takes at once, as DDP does
-_TWICE = "mark a variable ready only once"  # in an error of DDP
-_REENTRANT = (
-    "With three or more workers on CPUs, run.ddp looks for unused parameters. That does not work with "
-    "torch.utils.checkpoint and use_reentrant=True: write use_reentrant=False"
-)
 log = logging.getLogger(__name__)
 
 
@@ -111,11 +105,6 @@ class Parallel(nn.Module):
             yield f"{name} {each.dtype} {'lazy' if is_lazy(each) else tuple(each.shape)}"
 
     @property
-    def refuses_unused(self) -> bool:
-        """Whether DDP looks for unused parameters although the script has not asked for that."""
-        return self._used is not None
-
-    @property
     def exchanged(self) -> list[bool]:
         """For each parameter, in order, whether DDP exchanges its gradient."""
         return [bool(self._trained.get(each, each.requires_grad)) for each in self.module.parameters()]
@@ -152,9 +141,9 @@ class Parallel(nn.Module):
                 # costs a search of the graph and one more collective in each step, so two ranks go without.
                 options["find_unused_parameters"] = True
                 if self._used is None:
-                    self.__dict__["_used"] = _Used()
+                    self.__dict__["_used"] = Used()
                 self._used.include(module)
-                module = _Spare(module)
+                module = Spare(module, bool(options.get("static_graph")))
             ddp = DistributedDataParallel(module, **options)
             for state, hook in self._hooks:
                 ddp.register_comm_hook(state, hook)
@@ -169,7 +158,8 @@ class Parallel(nn.Module):
         if used is not None:
             used.begin(ddp.require_backward_grad_sync)
         try:
-            return ddp.forward(*args, **kwargs)  # its __call__ looks for hooks, and it has none
+            found = ddp.forward(*args, **kwargs)  # its __call__ looks for hooks, and it has none
+            return found.value if type(found) is Found else found
         except Exception as error:  # DDP has a collective here in an early step
             if not collectives.handled(error):
                 raise
@@ -295,12 +285,6 @@ class Exchange:
         return sum(each._version for model in self._models for each in model.parameters())
 
 
-def explain(error: Exception, models: Iterable[Parallel]) -> None:
-    """Have the error of a backward pass say so if it follows from an option that the script has not given."""
-    if _TWICE in str(error) and any(model.refuses_unused for model in models):
-        error.add_note(_REENTRANT)
-
-
 def share(tensors: Iterable[torch.Tensor]) -> None:
     """Give every rank rank 0's values of these tensors. Every rank must call this."""
     if shared := [each.detach() for each in tensors]:
@@ -325,55 +309,3 @@ def _trainable(module: nn.Module, trained: Mapping[nn.Parameter, bool]) -> Itera
     finally:
         for each, required in changed:
             each.requires_grad_(required)
-
-
-class _Used:
-    """Which parameters got a gradient. DDP refuses unused ones, but not on the CPU, where it looks for them.
-
-    There, this class refuses them. So a script that would fail on GPUs fails on the CPU too, at the same place (the
-    next forward pass), and with the same remedy.
-    """
-
-    def __init__(self) -> None:
-        self._names: dict[nn.Parameter, str] = {}
-        self._seen: set[str] = set()
-        self._counts = False
-
-    def include(self, module: nn.Module) -> None:
-        """From now on, also look at these parameters, if they require gradients now."""
-        for name, each in module.named_parameters():
-            if each.requires_grad and each not in self._names:
-                self._names[each] = name
-                each.register_post_accumulate_grad_hook(partial(self._see, name))  # type: ignore[no-untyped-call]
-
-    def begin(self, counts: bool) -> None:
-        """A forward pass begins. counts: whether its backward pass averages gradients over the ranks."""
-        missing = [name for name in self._names.values() if name not in self._seen]
-        if self._seen and missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise SpotrunError(
-                f"parameter {missing[0]}{more} got no gradient in the last step. If not every step uses every "
-                "parameter, say so: run.ddp(module, find_unused_parameters=True)"
-            )
-        self._seen.clear()
-        self._counts = counts
-
-    def forget(self) -> None:
-        """The last step does not count."""
-        self._seen.clear()
-
-    def _see(self, name: str, _: torch.Tensor) -> None:
-        if self._counts:
-            self._seen.add(name)
-
-
-class _Spare(nn.Module):
-    """The module and one unused parameter: DDP warns, on every rank, if it looks for unused ones and finds none."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.unused = nn.Parameter(torch.zeros(1))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)

@@ -44,7 +44,7 @@ from spotrun.state.control import (
 )
 from spotrun.state.wakeup import wake
 from spotrun.train import connections, failures, group_health
-from spotrun.train.batches import sampler_of
+from spotrun.train.batches import obstacle
 from spotrun.train.distributed import (
     LEAVE_WAIT,
     Meeting,
@@ -167,8 +167,8 @@ class Membership:
 
     def see_loader(self, loader: Any) -> None:
         """The script begins the steps of an epoch. What the loader reads may have been made for this worker's rank."""
-        if self._size_read and sampler_of(loader) is None:
-            self.restarts(f"the script reads {self._size_read} before run.steps, and the loader has no ElasticSampler")
+        if why := obstacle(loader, self._size_read):
+            self.restarts(why)
         optimizes = any(isinstance(each, torch.optim.Optimizer) for each in self._tracked)
         if optimizes and not self._models and rank_and_world()[1] > 1:
             self.restarts("the script does not call run.ddp: unless it averages gradients, each worker trains alone")

@@ -104,18 +104,48 @@ def seed_all(seeds: Seeds) -> None:
 
 
 class Generators:
-    """Generators that a script gave to a loader or to its samplers. In each epoch they begin with a seed that follows
-    from the script's own one.
+    """Generators that a script gave to a loader or to its samplers: their attributes, of torch, Python and NumPy.
+
+    In each epoch they begin with a seed that follows from what they began with in the script.
     """
 
     def __init__(self) -> None:
-        self._seeds: dict[torch.Generator, int] = {}  # the script's own
+        self._seeds: dict[Any, int] = {}  # the script's own
 
     def begin_epoch(self, places: Iterable[object], epoch: int) -> None:
         """Seed those of these loaders and samplers."""
-        for each in dict.fromkeys(getattr(place, "generator", None) for place in places):
-            if isinstance(each, torch.Generator):
-                each.manual_seed(derive(self._seeds.setdefault(each, each.initial_seed()), epoch))
+        values = [value for place in places for value in _attributes(place)]
+        for each in dict.fromkeys(value for value in values if isinstance(value, _KINDS)):
+            if each not in self._seeds:
+                self._seeds[each] = _first_seed(each)
+            _seed_one(each, derive(self._seeds[each], epoch))
+
+
+_KINDS = torch.Generator | random.Random | numpy.random.Generator | numpy.random.RandomState
+
+
+def _attributes(place: object) -> list[Any]:
+    return [getattr(place, "generator", None), *getattr(place, "__dict__", {}).values()]
+
+
+def _first_seed(generator: Any) -> int:
+    """A number for what a script's generator begins with: it is the same in each new worker."""
+    if isinstance(generator, torch.Generator):
+        return generator.initial_seed()
+    if isinstance(generator, random.Random):
+        return derive(repr(generator.getstate()))
+    if isinstance(generator, numpy.random.Generator):
+        return derive(repr(generator.bit_generator.state))
+    return derive(*generator.get_state()[1].tolist())
+
+
+def _seed_one(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed if isinstance(generator, random.Random) else seed & 0xFFFFFFFF)
 
 
 class Apart:

@@ -30,7 +30,7 @@ from spotrun.train.distributed import (
     rank_and_world,
 )
 from spotrun.train.encoding import Stateful
-from spotrun.train.parallel import Exchange, Parallel, explain, include_unfrozen
+from spotrun.train.parallel import Exchange, Parallel, include_unfrozen
 from spotrun.train.regroup import Membership
 from spotrun.train.rng import Seeds, reseed, seed_all
 from spotrun.train.sampler import ElasticSampler, when_asked
@@ -275,7 +275,6 @@ class Run:
                 boundary.check(batch.last)
         except Exception as error:
             if not boundary.void_if_a_peer_fails.handle(error):
-                explain(error, self._models)
                 raise
         if batch.last and (guard := boundary.snapshots.guard) is not None:
             guard()
