@@ -118,6 +118,7 @@ async def test_machines_that_the_last_head_ended_were_not_taken(world: World, mo
         await world.with_machines(min=2, max=2)
     world.cloud.size["p"] = 0
     await world.look()
+    assert Histories.model_validate_json(world.store.get(history_key("c"))).pools["p"].machines == {}
     world.cloud.size["p"], world.cloud.made = 2, {"p-0": 9.0, "p-1": 9.0}
     await world.look()
     world.new_head(2)

@@ -120,8 +120,12 @@ class Placer:
             log.warning("%s: %s", self._key, error)
 
     def _shrunk(self, written: Histories) -> bool:
-        """Whether a pool is smaller now. Else the next head would count the machines that this one ended as taken."""
-        return any(pool.size > self.histories.pools.get(name, pool).size for name, pool in written.pools.items())
+        """Whether a pool is smaller now, or empty.
+
+        Else the next head would count the machines that this one ended as taken, and the time since then as theirs.
+        """
+        pairs = ((pool, self.histories.pools.get(name, pool)) for name, pool in written.pools.items())
+        return any(old.size > new.size or (old.machines and not new.machines) for old, new in pairs)
 
     def _tell(self, before: Placements) -> None:
         for job, placement in self.placements.items():
