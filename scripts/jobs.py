@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,8 +25,24 @@ def check(cluster: ClusterSpec, path: str) -> JobSpec:
         check_fit(job, cluster)
     except SpecError as error:
         raise SpecError(f"{path}: {error}") from None
-    bundle.check(Path(path).absolute().parent, job.script)
+    folder = Path(path).absolute().parent
+    bundle.check(folder, job.script)
+    _compile(folder / job.script)
     return job
+
+
+def _compile(script: Path) -> None:
+    """Raises `SpotrunError` if a node would find no Python in it. No node has a newer Python than this computer."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(script.read_bytes(), script.name, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # before 3.12, a zero byte is a ValueError
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        text = error.msg if isinstance(error, SyntaxError) else error
+        raise SpotrunError(f"{script}{line}: {type(error).__name__}: {text}") from None
+    except (OSError, MemoryError, RecursionError):
+        return  # packing it says so, or the worker does
 
 
 def submit(access: Access, cluster: ClusterSpec, path: str, say: Callable[[str], None]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import logging
 import os
 import re
 import shlex
@@ -43,6 +44,8 @@ LINE = 64 << 10  # characters after which an unfinished line is shown
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 _ADDRESS = re.compile(r"[A-Za-z0-9._:-]+")
 _KEY = re.compile(r"[a-z0-9@.-]+ [A-Za-z0-9+/]+=*( [ -~]*)?")
+# Without a handler, the tracebacks of its threads would be in the operator's terminal. Its errors are raised, too.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
 class Unreachable(SpotrunError):

@@ -347,6 +347,7 @@ def test_history_is_there_while_the_cluster_is_down(tmp_path: Path, chromium: Br
         with dashboard(own) as url, opened(chromium, url) as page:
             expect(page.get_by_role("alert")).to_contain_text("cluster offline is not up")
             expect(page.get_by_text("Only the head knows the nodes")).to_be_visible()
+            expect(page.get_by_text("Only the head decides")).to_be_visible()  # not: nothing is wrong
             go(page, "Jobs")
             page.get_by_role("link", name=job.id).click()
             charts = page.locator("figure.chart")

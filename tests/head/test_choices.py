@@ -111,6 +111,22 @@ async def test_what_was_learned_outlasts_the_head(world: World, monkeypatch: pyt
     assert world.head.scaler.placer.histories.of()["p"].interruptions == pytest.approx(7, rel=0.01)
 
 
+async def test_machines_that_the_last_head_ended_were_not_taken(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those of a job that was paused for some seconds, less than a minute before the head died."""
+    with monkeypatch.context() as patched:
+        patched.setattr(placer, "WRITE_EVERY", 0.0)
+        await world.with_machines(min=2, max=2)
+    world.cloud.size["p"] = 0
+    await world.look()
+    assert Histories.model_validate_json(world.store.get(history_key("c"))).pools["p"].machines == {}
+    world.cloud.size["p"], world.cloud.made = 2, {"p-0": 9.0, "p-1": 9.0}
+    await world.look()
+    world.new_head(2)
+    await world.turn()
+    await world.look()
+    assert world.head.scaler.placer.histories.of()["p"].interruptions == 0
+
+
 @pytest.mark.parametrize(("text", "stays"), [(b"junk", False), (b'{"format": 2}', True)])
 async def test_a_history_that_cannot_be_read_is_begun_again(
     world: World, monkeypatch: pytest.MonkeyPatch, text: bytes, stays: bool

@@ -34,6 +34,13 @@ def test_versions_are_pinned_once() -> None:
         assert [path for path in others if pinned[name] in path.read_text()] == [], name
 
 
+def test_no_node_has_a_newer_python_than_its_operator() -> None:
+    """`make train` compiles the script before it asks for machines (scripts/jobs.py)."""
+    oldest = re.search(r'requires-python = ">=3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert oldest
+    assert versions.read(IMAGES / "versions.env")["PYTHON"] == f"3.{oldest[1]}"
+
+
 APT = """\
 linux-image-6.1.0-60-cloud-amd64 |  6.1.200-1 | http://mirror bookworm-security/main amd64 Packages
 linux-image-6.1.0-56-cloud-amd64 |  6.1.192-2 | http://mirror bookworm-security/main amd64 Packages

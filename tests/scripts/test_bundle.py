@@ -264,6 +264,28 @@ def test_a_job_is_refused_before_anything_is_brought_up(tmp_path: Path) -> None:
         jobs.check(spec, str(tmp_path / "job.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("import spotrun\nrun = spotrun.init(\n", r":2: SyntaxError: '\(' was never closed"),
+        ("if True:\nprint(1)\n", r":2: IndentationError: expected an indented block"),
+        ("return 1\n", r":1: SyntaxError: 'return' outside function"),
+        ("a = 1\0\n", r"null bytes"),
+        ("pattern = '\\d'\nmatch = 1\n", ""),
+    ],
+)
+def test_a_script_that_is_not_python_is_refused_before_any_machine_is_asked_for(
+    tmp_path: Path, text: str, why: str
+) -> None:
+    write(tmp_path, train_dot_py=text, job_dot_yaml="script: train.py\n")
+    spec = ClusterSpec(name="c", cloud="local", pools=({"name": "p", "zone": "local-a"},))
+    if not why:
+        jobs.check(spec, str(tmp_path / "job.yaml"))
+        return
+    with pytest.raises(SpotrunError, match=rf"train\.py.*{why}"):
+        jobs.check(spec, str(tmp_path / "job.yaml"))
+
+
 def test_what_is_sent_is_listed(tmp_path: Path) -> None:
     folder = write(tmp_path / "job", train_dot_py="x", a="a" * 3000, b="b" * 2000, c="c" * 1500)
     packed = bundle.upload(Store(str(tmp_path / "bucket")), folder, "train.py")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import asyncssh
@@ -22,6 +23,12 @@ from tests.scripts.statuses import status
 def test_a_known_host_key_opens(standin: Machines) -> None:
     standin.write(status_json=status())
     assert control.ask(standin.access, "status")["cluster"] == "c"
+
+
+def test_a_connection_that_fails_writes_no_traceback() -> None:
+    """paramiko's threads log theirs, and Python prints what no handler takes."""
+    code = "import logging, scripts.ssh; logging.getLogger('paramiko.transport').error('Traceback')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stderr == ""
 
 
 def test_an_unknown_host_key_is_refused(standin: Machines) -> None:

@@ -362,7 +362,14 @@ def test_a_tensor_that_changes_and_that_no_snapshot_has(
     assert membership.can_go_on() == goes_on
 
 
-@pytest.mark.parametrize("plan", [{}, ON_GPU], ids=["on the CPU", "on a GPU"])
+VIEWS: dict[str, Any] = {"ddp": {"gradient_as_bucket_view": True}}  # gradients are parts of DDP's own memory
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{}, ON_GPU, VIEWS, {**ON_GPU, **VIEWS}],
+    ids=["on the CPU", "on a GPU", "views on the CPU", "views on a GPU"],
+)
 def test_kills_change_no_bit(job: Regroups, undisturbed: Any, plan: dict[str, Any]) -> None:
     """Every node dies once; a worker that has warmed up takes its place, and gets the state from a peer."""
     job.begin("abc", 1, b={"die_at": 3, **plan}, a={"die_at": 6, **plan}, c={"die_at": 9, **plan})
@@ -371,7 +378,7 @@ def test_kills_change_no_bit(job: Regroups, undisturbed: Any, plan: dict[str, An
         dead.process.join(60)
         assert dead.process.exitcode == -signal.SIGKILL, job.cluster.log()
         survivors = [each for each in job.members if each is not dead]
-        for each in survivors if plan else ():
+        for each in survivors if plan.get("on_gpu") else ():
             release(each, job.cluster.generation)
         job.regroup([*survivors, job.warm_up(f"another-{node}", 1, **plan)])
     assert job.end() == [0, 0, 0], job.cluster.log()

@@ -111,13 +111,21 @@ class Placer:
             replaced = {each.node for each in view.replaced}
             self.histories = learn(self.histories, view.now, fleet.pools(), running, replaced)
             changed = self.histories.pools != self._written.pools and not self._is_newer
-            if changed and view.now - self._written.at >= WRITE_EVERY:
+            if changed and (view.now - self._written.at >= WRITE_EVERY or self._shrunk(self._written)):
                 await self._fenced.put(self._key, self.histories.model_dump_json().encode())
                 self._written = self.histories
         except ConflictError:
             raise
         except SpotrunError as error:
             log.warning("%s: %s", self._key, error)
+
+    def _shrunk(self, written: Histories) -> bool:
+        """Whether a pool is smaller now, or empty.
+
+        Else the next head would count the machines that this one ended as taken, and the time since then as theirs.
+        """
+        pairs = ((pool, self.histories.pools.get(name, pool)) for name, pool in written.pools.items())
+        return any(old.size > new.size or (old.machines and not new.machines) for old, new in pairs)
 
     def _tell(self, before: Placements) -> None:
         for job, placement in self.placements.items():

@@ -77,7 +77,7 @@ export class Chart {
       cursor: { drag: { x: true, y: false }, focus: { prox: 20 } },
       scales: { x: { time: Boolean(axis.time) }, y: { distr: axis.logarithmic ? 3 : 1 } },
       axes: [
-        { ...look, size: axis.time ? 48 : 32, ...(axis.time && { values: TIMES }) },
+        { ...look, space: 72, size: axis.time ? 48 : 32, ...(axis.time && { values: TIMES }) },
         { ...look, size: (_, texts) => 16 + 8 * Math.max(4, ...(texts ?? []).map((text) => text.length)), values: (_, splits, __, ___, step) => ticks(splits, axis.logarithmic ? 0 : step) },
       ],
       legend: { live: true },

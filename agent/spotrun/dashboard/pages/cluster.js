@@ -9,7 +9,7 @@ export function draw(state) {
     tiles(state),
     el("section", { "aria-label": "Pools" }, el("h2", {}, "Pools"), pools(seen, state.live)),
     el("section", { "aria-label": "Nodes" }, el("h2", {}, "Nodes and devices"), nodes(state)),
-    el("section", { "aria-label": "Decisions" }, el("h2", {}, "Decisions, and why"), decisions(seen)),
+    el("section", { "aria-label": "Decisions" }, el("h2", {}, "Decisions, and why"), decisions(seen, state.live)),
     el("section", { "aria-label": "Events" }, el("h2", {}, "Events"), events(seen.events)),
   );
 }
@@ -100,7 +100,7 @@ function devices(node, colours) {
   return [el("span", { class: "devices" }, squares), names.map((id) => [" ", el("a", { href: job(id) }, id)]), names.length || !count ? "" : " free"];
 }
 
-function decisions(seen) {
+function decisions(seen, live) {
   const rows = [];
   for (const trouble of seen.troubles ?? []) rows.push(["trouble", el("b", { class: "bad" }, "head"), trouble]);
   for (const each of seen.jobs) {
@@ -109,7 +109,8 @@ function decisions(seen) {
   }
   for (const pool of seen.pools) if (pool.problem) rows.push([`pool ${pool.name}`, `pool ${pool.name}`, pool.problem]);
   if (seen.parked) rows.push(["parked", el("b", { class: "bad" }, "parked"), seen.parked.text]);
-  return rows.length ? table(["what", "why"], rows) : el("p", { class: "quiet" }, "Nothing waits and nothing is wrong.");
+  const none = live ? "Nothing waits and nothing is wrong." : "Only the head decides, and the head does not answer.";
+  return rows.length ? table(["what", "why"], rows) : el("p", { class: "quiet" }, none);
 }
 
 export function events(list) {
