@@ -487,6 +487,28 @@ async def test_shared_memory_of_a_worker_that_does_not_leave_properly_is_removed
             assert not Path("/dev/shm", name).exists()
 
 
+TORCHS = """
+import os, signal
+import torch
+import torch.multiprocessing as mp
+mp.set_sharing_strategy("file_system")
+shared = torch.ones(1000).share_memory_()
+print(torch.UntypedStorage._share_filename_cpu_(shared.untyped_storage())[1].decode(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+async def test_torchs_shared_memory_of_a_worker_that_was_killed_is_removed(tmp_path: Path) -> None:
+    """Of the sharing strategy that torch names when there are too many open files. Else each restart leaves batches."""
+    async with bench(tmp_path) as b:
+        await b.begin()
+        for number in (1, 2):
+            b.start(number, TORCHS)
+            assert await b.code(number) == -signal.SIGKILL, b.log(number)
+            assert b.log(number).startswith("/torch_"), b.log(number)
+            await await_for(lambda n=number: not Path(f"/dev/shm{b.log(n).strip()}").exists(), what="its removal")
+
+
 async def test_only_a_worker_that_needs_a_resource_tracker_starts_one(tmp_path: Path) -> None:
     look = "from multiprocessing import resource_tracker\nprint(resource_tracker._resource_tracker._pid)"
     async with bench(tmp_path) as b:

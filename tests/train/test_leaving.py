@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -248,3 +250,26 @@ def test_another_threads_connection_stays(tmp_path: Path) -> None:
             each.kill()
     assert [each.exitcode for each in both] == [0, 0]
     assert all((tmp_path / str(rank)).exists() for rank in (0, 1))
+
+
+def _wrap_hooks(pipe: Connection) -> None:
+    before, depths = sys.excepthook, list[int]()
+    for _ in range(3):
+        distributed.join_alone()
+        depth, hook = 0, sys.excepthook
+        while hook is not before:
+            inner = inspect.getclosurevars(hook).nonlocals["old_hook"]
+            depth, hook = depth + 1, inner
+        depths.append(depth)
+        distributed.leave_process_group()
+    pipe.send(depths)
+
+
+def test_the_next_group_leaves_no_more_behind_than_the_last_one() -> None:
+    """torch wraps `sys.excepthook` each time. After a thousand times, an error could not be shown any more."""
+    here, there = forked.Pipe()
+    process = forked.Process(target=_wrap_hooks, args=(there,), daemon=True)
+    process.start()
+    assert here.poll(60)
+    assert here.recv() == [1, 1, 1]
+    process.join(60)

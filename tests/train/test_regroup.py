@@ -211,7 +211,15 @@ def test_a_worker_on_a_gpu_does_not_wait_if_another_may_still_need_its_group(
     gate.write_text("")
 
 
-@pytest.mark.parametrize(("options", "why"), [({}, ""), ({"mixed_precision": object()}, "mixed_precision")])
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, ""),
+        ({"mixed_precision": object()}, "mixed_precision"),
+        ({"delay_all_reduce_named_params": [("weight", torch.ones(1))]}, "delay_all_reduce_named_params"),
+    ],
+    ids=["none", "mixed precision", "delayed gradients"],
+)
 def test_an_option_of_ddp_that_needs_a_restart(options: dict[str, Any], why: str) -> None:
     found = Parallel(torch.nn.Linear(2, 2), torch.device("cpu"), **options).obstacle
     assert why in found

@@ -75,12 +75,13 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_tracker(pid: int) -> bool:
-    """Whether the process is a resource tracker of multiprocessing.
+    """Whether the process is a resource tracker of multiprocessing, or torch's (of the sharing strategy `file_system`).
 
     It removes the shared memory that others leave, and then ends by itself, after the last of them.
     """
     with contextlib.suppress(OSError):  # the process has ended
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return any(each in command for each in (b"multiprocessing.resource_tracker", b"torch_shm_manager"))
     return False
 
 

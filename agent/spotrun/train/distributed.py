@@ -42,6 +42,7 @@ LEAVE_WAIT = 5.0  # seconds that a leaving worker waits for the others, which ma
 log = logging.getLogger(__name__)
 
 _abort: threading.Thread | None = None  # aborts collectives of the process group
+_hooks: tuple[Any, Any] = (None, None)  # torch's wrapper of `sys.excepthook`, and what it wraps
 _end: threading.Thread | None = None  # ends the NCCL group that this process has left last
 
 
@@ -132,13 +133,13 @@ def join_process_group(
             # The script's other threads may have connected to something while this one waited.
             place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             before = connections.sockets().keys() - connections.connected_to(place)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+            _init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
             group_health.begin(store)
         elif alone is None:
-            dist.init_process_group(backend, timeout=TIMEOUT)
+            _init_process_group(backend, timeout=TIMEOUT)
         else:
             rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-            dist.init_process_group(
+            _init_process_group(
                 backend, store=dist.FileStore(str(alone), world), rank=rank, world_size=world, timeout=TIMEOUT
             )
     finally:
@@ -198,7 +199,17 @@ def _reach(meeting: Meeting) -> dist.Store:
 
 def join_alone() -> None:
     """Form a process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _init_process_group(*args: Any, **options: Any) -> None:
+    """`dist.init_process_group`. Each time, torch (2.13) wraps `sys.excepthook`: its wrapper of the last time goes."""
+    global _hooks
+    if sys.excepthook is _hooks[0]:
+        sys.excepthook = _hooks[1]
+    before = sys.excepthook
+    dist.init_process_group(*args, **options)
+    _hooks = sys.excepthook, before
 
 
 def leave_at_exit(models: Sequence[Parallel]) -> None:

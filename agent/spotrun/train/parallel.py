@@ -72,9 +72,9 @@ class Parallel(nn.Module):
         """
         if any(not (isinstance(state, _CONSTANT) and inspect.isfunction(hook)) for state, hook in self._hooks):
             return "a hook of run.ddp's model has a state that can change"
-        if self._options.get("mixed_precision"):  # DDP leaves hooks of its own on the module (torch 2.13)
-            return "run.ddp(mixed_precision=…) is used"
-        return ""
+        # With these, DDP leaves hooks of its own on the module, or on a parameter (torch 2.13).
+        left = (each for each in ("mixed_precision", "delay_all_reduce_named_params") if self._options.get(each))
+        return next((f"run.ddp({each}=…) is used" for each in left), "")
 
     def unwrap(self) -> None:
         """Give up the DDP instance: its process group ends. `rebuild` makes another one."""
