@@ -19,6 +19,7 @@ from spotrun import cloud
 from spotrun.cloud import Instance, Shortfall, prices
 from spotrun.cloud.aws import AwsCloud
 from spotrun.errors import CloudError, CredentialsError, SpotrunError
+from spotrun.head.fleet.pools import Fleet
 from spotrun.spec import ClusterSpec, names
 from tests.fakes import moto_server
 from tests.fakes.aws_proxy import Proxy, groups, refuse
@@ -344,6 +345,21 @@ async def test_a_cloud_that_cannot_be_reached(proxy: Proxy, monkeypatch: pytest.
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     with pytest.raises(CloudError, match="AWS does not answer"):
         await AwsCloud(spec("away")).nodes()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["<html><body>Sign in</html>", "", "<DescribeAutoScalingGroupsResponse><Descr", "<a/>"],
+    ids=["a proxy's page", "nothing", "half an answer", "another answer"],
+)
+async def test_an_answer_that_is_none_of_aws(proxy: Proxy, answer: str) -> None:
+    """The head must know that the cloud does not answer, and not go on with its last list."""
+    fleet = Fleet(spec("junk"), AwsCloud(spec("junk")))
+    fleet.instances = []
+    proxy.hook = lambda proxy, fields: web.Response(text=answer, content_type="text/xml")
+    with pytest.raises(CloudError, match=r"^AWS: (ResponseParserError|KeyError): \S[^\n]+$"):
+        await fleet.look()
+    assert fleet.instances is None
 
 
 async def test_calls_that_hang_leave_the_event_loops_threads_to_the_bucket(

@@ -206,6 +206,23 @@ async def test_a_machine_that_has_ended_makes_room_for_another(
     assert gce.size(GROUP) == 2
 
 
+async def test_a_list_that_is_late_gets_no_second_machine(
+    cloud: GcpCloud, gce: FakeGce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group goes on listing the ended machine after its deletion."""
+    await cloud.resize("flex", 2)
+    first, _ = await running(cloud, "flex", 2)
+    gce.stop(first.name)
+    late = await cloud._members("flex")
+
+    async def members(pool: str) -> list[Any]:
+        return late
+
+    monkeypatch.setattr(cloud, "_members", members)
+    await cloud.resize("flex", 2)
+    assert gce.size(GROUP) == 2
+
+
 async def test_a_smaller_size_ends_no_machine_that_runs(cloud: GcpCloud, gce: FakeGce) -> None:
     await cloud.resize("flex", 2)
     before = await running(cloud, "flex", 2)

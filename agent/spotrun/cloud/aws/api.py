@@ -13,7 +13,8 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
-from spotrun.cloud.aws.errors import refusal
+from spotrun.cloud.aws.errors import refusal, tidy
+from spotrun.errors import CloudError, SpotrunError
 
 if TYPE_CHECKING:
     from mypy_boto3_autoscaling import AutoScalingClient
@@ -94,8 +95,12 @@ def call(work: Callable[..., T], *args: Any) -> T:
     """`work(*args)`. Raises `CloudError` for what the SDK raises."""
     try:
         return work(*args)
+    except SpotrunError:
+        raise
     except (ClientError, BotoCoreError) as error:
         raise refusal(error) from error
+    except Exception as error:  # half an answer, or a proxy's page: the head must know that AWS does not answer
+        raise CloudError(f"AWS: {type(error).__name__}: {tidy(str(error))}") from error
 
 
 def account(region: str) -> str:

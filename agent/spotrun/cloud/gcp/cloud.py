@@ -197,9 +197,12 @@ class GcpCloud:
 
     async def _size(self, pool: str) -> int:
         """The target size, without flex machines that have ended: their group counts them, and replaces none."""
-        request = compute_v1.GetInstanceGroupManagerRequest(**self._group(pool))
-        target = await self.api.ask(f"pool {pool}", lambda c: c.groups.get(request, **OPTIONS).target_size)
+        target = await self._target(pool)
         return target - len(await self._ended(pool)) if target and self._is_flex(pool) else target
+
+    async def _target(self, pool: str) -> int:
+        request = compute_v1.GetInstanceGroupManagerRequest(**self._group(pool))
+        return await self.api.ask(f"pool {pool}", lambda c: c.groups.get(request, **OPTIONS).target_size)
 
     async def _ended(self, pool: str) -> list[str]:
         """Flex machines that have stopped for ever, or that Google has deleted, such as at the end of their time."""
@@ -209,9 +212,10 @@ class GcpCloud:
     async def _queue_for(self, pool: str, size: int) -> int:
         """Give a flex pool this size, as far as resize requests can. Returns the size that it has afterwards."""
         ended = await self._ended(pool)
-        if ended:
+        left = max(0, await self._target(pool) - len(ended))
+        if ended:  # the group may list them for some time after that, so it is not asked again
             await self._delete(pool, ended)
-        return await self._queue.change(pool, self._group(pool), await self._size(pool), size)
+        return await self._queue.change(pool, self._group(pool), left, size)
 
     async def _replace(self, pool: str, names: Sequence[str]) -> None:
         """Have machines replaced. A flex pool requests other machines, and is smaller until these come."""
