@@ -27,12 +27,13 @@ def check(cluster: ClusterSpec, path: str) -> JobSpec:
         raise SpecError(f"{path}: {error}") from None
     folder = Path(path).absolute().parent
     bundle.check(folder, job.script)
-    _compile(folder / job.script)
+    if cluster.image is None:  # another image may have a newer Python than this computer
+        _compile(folder / job.script)
     return job
 
 
 def _compile(script: Path) -> None:
-    """Raises `SpotrunError` if a node would find no Python in it. No node has a newer Python than this computer."""
+    """Raises `SpotrunError` if a node would find no Python in it. spotrun's images have the oldest Python allowed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

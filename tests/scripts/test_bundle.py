@@ -284,6 +284,8 @@ def test_a_script_that_is_not_python_is_refused_before_any_machine_is_asked_for(
         return
     with pytest.raises(SpotrunError, match=rf"train\.py.*{why}"):
         jobs.check(spec, str(tmp_path / "job.yaml"))
+    with_own_image = spec.model_copy(update={"image": "mine"})
+    jobs.check(with_own_image, str(tmp_path / "job.yaml"))  # its Python may be newer than this computer's
 
 
 def test_what_is_sent_is_listed(tmp_path: Path) -> None:
