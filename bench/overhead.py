@@ -266,14 +266,14 @@ def _measure(rank: int, count: int, launch: int) -> Launch:
 
     import spotrun
     from spotrun.train import batches
-    from spotrun.train.parallel import _Spare
+    from spotrun.train.unused import Spare
 
     torch.autograd._engine_run_backward = _WATCH.without(torch.autograd._engine_run_backward)
     samples = (count * IN_A_ROW + 1) * BATCH * WORKERS
     data = TensorDataset(torch.randn(samples, 64), torch.randint(10, (samples,)))
     # Before `spotrun.init`: a script that makes such a sampler later restarts after a failure, and notes no state.
     loaders = [DataLoader(data, BATCH, sampler=DistributedSampler(data, WORKERS, rank)) for _ in range(3)]
-    other = DistributedDataParallel(_Spare(_network()), find_unused_parameters=True)
+    other = DistributedDataParallel(Spare(_network(), static=False), find_unused_parameters=True)
     run = spotrun.init()
     model = run.ddp(_network())
     optimizer = _optimizer(model.parameters())
@@ -281,7 +281,7 @@ def _measure(rank: int, count: int, launch: int) -> Launch:
         _bare(model._ddp, optimizer, loaders[0]),
         _bare(model._ddp, optimizer, loaders[1]),
         _under_spotrun(run, model, optimizer, data),
-        _bare(other, _optimizer(other.parameters()), loaders[2]),
+        _bare(lambda batch: other(batch).value, _optimizer(other.parameters()), loaders[2]),
     ]
     began, busy = time.monotonic(), _seconds_of_threads()
     rounds = list(_rounds(run, optimizer, loops, count, random.Random(launch)))

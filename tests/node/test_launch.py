@@ -506,7 +506,12 @@ async def test_torchs_shared_memory_of_a_worker_that_was_killed_is_removed(tmp_p
             b.start(number, TORCHS)
             assert await b.code(number) == -signal.SIGKILL, b.log(number)
             assert b.log(number).startswith("/torch_"), b.log(number)
-            await await_for(lambda n=number: not Path(f"/dev/shm{b.log(n).strip()}").exists(), what="its removal")
+            shared = Path(f"/dev/shm{b.log(number).strip()}")
+            await await_for(functools.partial(is_gone, shared), what="its removal")
+
+
+def is_gone(path: Path) -> bool:
+    return not path.exists()
 
 
 async def test_only_a_worker_that_needs_a_resource_tracker_starts_one(tmp_path: Path) -> None:
