@@ -261,6 +261,32 @@ async def test_a_group_that_shows_a_removed_machine_still_is_not_asked_twice(aws
     assert len(proxy.of("TerminateInstanceInAutoScalingGroup")) == 1
 
 
+async def test_a_machine_that_does_not_end_is_asked_to_go_again(
+    aws: Moto, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = spec("stays")
+    stand(aws, cluster)
+    mine = AwsCloud(cluster)
+    await mine.resize("spot", 2)
+    first, _ = [machine.name for machine in (await named(mine))["spot"]]
+
+    def accept(proxy: Proxy, fields: dict[str, str]) -> web.Response | None:
+        """AWS accepts the request, and the machine goes on running."""
+        terminates = fields["Action"] == "TerminateInstanceInAutoScalingGroup"
+        return web.Response(text=TAKEN, content_type="text/xml") if terminates else None
+
+    proxy.hook = accept
+    await mine.remove([first])
+    await mine.remove([first])
+    assert len(proxy.of("TerminateInstanceInAutoScalingGroup")) == 1
+    monkeypatch.setattr("spotrun.cloud.aws.cloud._LATE", 0.0)  # it has counted the machine for long now
+    await mine.remove([first])
+    assert len(proxy.of("TerminateInstanceInAutoScalingGroup")) == 2
+    proxy.hook = None
+    await mine.remove([first])
+    assert await mine.sizes() == {"spot": 1, "steady": 0}
+
+
 async def test_lowering_a_group_that_counts_a_dead_machine_ends_that_one(aws: Moto, proxy: Proxy) -> None:
     cluster = spec("dead")
     stand(aws, cluster)

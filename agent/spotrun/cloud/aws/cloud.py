@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _GROUPS, _MACHINES, _ACTIVITIES = 50, 1000, 100  # the most that AWS gives at once
 _BLOCKS_FOR = 600.0  # seconds to keep the ends of Capacity Blocks
+_LATE = 600.0  # seconds; for so long a group may count a machine that was terminated
 _LOOK_BACK = 900.0  # seconds; a new head counts launches that failed up to this long before its start
 _BY_A_PERSON = "User suspended"  # the beginning of Auto Scaling's reason if a person has suspended a process
 _GONE = "No managed instance found"  # Auto Scaling's message if a machine has already left its group
@@ -48,7 +50,7 @@ class AwsCloud:
         self._clients = Clients(cluster.region)
         self._page = page
         self._changing = threading.Lock()
-        self._terminated: set[str] = set()  # machines terminated here, until no group lists them any more
+        self._terminated: dict[str, float] = {}  # machines terminated here, and when by the monotonic clock
         self._ended: list[Ended] = []
         self._last_full: dict[str, float] = {}  # by pool: when it last had all its machines
         self._problems: dict[str, Problem] = {}
@@ -185,13 +187,11 @@ class AwsCloud:
         with self._changing:
             groups = list(self._groups().values())
             known = instances.instances(self._cluster, groups, self._described())
-            self._terminated &= {name for group in groups for name in group.members}
-            leaving = rule(asked, groups, known, self._terminated)
+            leaving = rule(asked, groups, known, self._still_listed(groups))
             refused: CloudError | None = None
             for name, lower in leaving.terminate:
                 try:
                     call(self._terminate, name, lower)
-                    self._terminated.add(name)
                 except CloudError as error:
                     refused = about(f"machine {name}", error)
             for name in leaving.unknown:
@@ -203,14 +203,14 @@ class AwsCloud:
 
     def _resize(self, pool: str, size: int) -> None:
         with self._changing:
-            group = self._groups().get(pool)
+            groups = self._groups()
+            group = groups.get(pool)
             if group is None or size == 0 or size >= group.size:
                 return self._set_size(pool, size)
             known = instances.instances(self._cluster, [group], self._described())
-            lowering = instances.lowering(size, group, known, self._terminated)
+            lowering = instances.lowering(size, group, known, self._still_listed(groups.values()))
             for name in lowering.terminate:
                 self._terminate(name, lower=True)
-                self._terminated.add(name)
             if lowering.size is not None:
                 self._set_size(pool, lowering.size)
 
@@ -228,6 +228,13 @@ class AwsCloud:
             if _GONE not in error.response["Error"]["Message"]:
                 raise
             log.info("%s has already left its group", name)
+        self._terminated[name] = time.monotonic()
+
+    def _still_listed(self, groups: Iterable[ScalingGroup]) -> AbstractSet[str]:
+        """Machines terminated here lately that groups still list. One that a group counts for long has not ended."""
+        listed, since = {name for group in groups for name in group.members}, time.monotonic() - _LATE
+        self._terminated = {n: at for n, at in self._terminated.items() if n in listed and at > since}
+        return self._terminated.keys()
 
     # Problems.
 
