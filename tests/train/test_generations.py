@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import shutil
 import signal
@@ -471,6 +473,33 @@ def test_unused_parameters_and_no_sync_are_as_in_ddp_on_gpus(cluster: Cluster, w
         assert said["{'find_unused_parameters': False}"].startswith("torch: Expected to have finished reduction")
         assert said["alone"] == rank + 1
         assert said["together"] == workers + 1.0
+
+
+class WithLoss(nn.Linear):
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).sum()
+
+
+def call_a_method(environment: dict[str, str], out: str) -> None:
+    os.environ.update(environment)
+    run = spotrun.init()
+    said = io.StringIO()
+    logging.getLogger("spotrun").addHandler(logging.StreamHandler(said))
+    for call in ("itself", "its method"):
+        model = run.ddp(WithLoss(1, 1))
+        for _ in range(2):
+            run.backward((model(torch.ones(1, 1)) if call == "itself" else model.loss(torch.ones(1, 1))).sum())
+        print(call, said.getvalue().count("WithLoss has gradients that are not averaged"), file=said)
+    Path(out).write_text(said.getvalue())
+
+
+def test_gradients_that_are_not_averaged_are_said_once(cluster: Cluster) -> None:
+    """DDP averages them if it is called itself. A method of the module does not call it."""
+    paths = [cluster.path / str(rank) for rank in range(2)]
+    run_all(call_a_method, [(str(path),) for path in paths])
+    for path in paths:
+        assert "itself 0\n" in path.read_text()
+        assert "its method 1\n" in path.read_text()
 
 
 class Layers(nn.Module):

@@ -55,6 +55,7 @@ class Parallel(nn.Module):
         self.__dict__["_left"] = None  # a weak reference to the DDP instance that was given up
         self.__dict__["_equal"] = []  # its `equal_parameters`
         self.__dict__["_hooks"] = []  # arguments of `register_comm_hook`
+        self.__dict__["_watches"] = False  # whether it has looked for gradients that DDP does not average
         self.__dict__["_by_hand"] = False  # whether the script has ever kept gradients from the other ranks
         self.training = module.training
         self.rebuild()
@@ -147,6 +148,9 @@ class Parallel(nn.Module):
             ddp = DistributedDataParallel(module, **options)
             for state, hook in self._hooks:
                 ddp.register_comm_hook(state, hook)
+            if not self._watches:
+                self.__dict__["_watches"] = True
+                _watch_first_gradient(self.module, weakref.ref(ddp))
         self._trained.update({each: each.requires_grad for each in self.module.parameters()})
         return ddp
 
@@ -283,6 +287,25 @@ class Exchange:
 
     def _versions(self) -> int:
         return sum(each._version for model in self._models for each in model.parameters())
+
+
+def _watch_first_gradient(module: nn.Module, ddp: weakref.ref[DistributedDataParallel]) -> None:
+    """Say so if the module gets gradients, and its DDP instance was not called: it does not average them then."""
+    parameter = next((each for each in module.parameters() if each.requires_grad and not is_lazy(each)), None)
+    looked = False
+
+    def look(_: torch.Tensor) -> None:
+        nonlocal looked
+        made, looked = None if looked else ddp(), True
+        if made is not None and not getattr(made, "_lazy_init_ran", True):  # set by its first call (torch 2.13)
+            log.warning(
+                "%s has gradients that are not averaged, so each worker trains alone: call what run.ddp has returned, "
+                "model(…), and neither a method of the module, model.loss(…), nor model.module(…)",
+                type(module).__name__,
+            )
+
+    if parameter is not None:
+        parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
 
 
 def share(tensors: Iterable[torch.Tensor]) -> None:
