@@ -370,6 +370,21 @@ async def test_a_job_that_misbehaves_disturbs_no_other(tmp_path: Path, misbehave
         jobs.assert_devices_were_never_shared()
 
 
+async def test_an_unexpected_error_does_not_hide_a_state(tmp_path: Path) -> None:
+    """The files stay. If the report did not name the state, the head would have the machine replaced."""
+    async with world(tmp_path, A) as w:
+        jobs, bundle = Jobs(w), w.bundle()
+        await jobs.change(bundle)
+        await jobs.begin(bundle, 1)
+        drained = await jobs.drain(bundle)
+        await jobs.begin(bundle, 2)
+        await jobs.step(bundle)
+        folder = w.machines[0].tmpfs / bundle.id
+        folder.rename(folder.with_name("away"))
+        failed = await jobs.see(bundle, lambda r: r.failure and "unexpected" in r.failure.message, "an error")
+        assert failed.snapshot == drained.snapshot
+
+
 GREEDY = """
 import time
 from pathlib import Path

@@ -161,11 +161,11 @@ class Runner:
             self._publish()
         except Exception as error:
             log.exception("job %s: unexpected error; the job begins again", self.id)
-            message = f"unexpected error on this node: {error!r}"[:1000]
+            message, snapshot = f"unexpected error on this node: {error!r}"[:1000], self._snapshot  # its files stay
             self._generations.not_started = Failure(kind="setup", rank=0, at=time.time(), message=message)
             with contextlib.suppress(Exception):
                 await self._end_job()
-            self._job = None  # a worker that still lives keeps its devices: see `Claims`
+            self._job, self._snapshot = None, snapshot  # a worker that still lives keeps its devices: see `Claims`
             self._publish()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._again.next()):
