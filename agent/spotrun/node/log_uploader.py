@@ -151,7 +151,7 @@ class LogUploader(GrowingFiles):
 
     def _remove(self, path: Path) -> None:
         for known in (self._keys, self._uploaded, self._troubles, self._times):
-            known.pop(path, None)  # type: ignore[attr-defined]
+            known.pop(path, None)
         with contextlib.suppress(OSError):  # it was never written, or the folder has other logs
             path.unlink(missing_ok=True)
             path.parent.rmdir()
