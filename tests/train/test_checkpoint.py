@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import json
 import os
+import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -355,6 +356,34 @@ def test_none_of_the_checkpoints_can_be_read(store: Store, tmp_path: Path) -> No
     object_path(tmp_path, 10, shards.shard_name(1, 0, 3)).unlink()
     with pytest.raises(SpotrunError, match="none of the 1 checkpoints of job job can be read"):
         restore(context(tmp_path, (1, 10)), 0, None)
+
+
+@contextlib.contextmanager
+def no_more_files() -> Iterator[None]:
+    """This process can open no file."""
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_snapshot_that_cannot_be_opened_now_is_not_damaged(tmp_path: Path) -> None:
+    """Otherwise a worker with too many open files would go on from an older state, and remove the newest one."""
+    folder = tmp_path / "slots"
+    snapshot(folder, 5)
+    with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+        restore(context(tmp_path), 0, None)
+    record = slots.read(folder, 0)
+    assert record is not None
+    with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+        slots.verify(folder, 0, record)
+    found = restore(context(tmp_path), 0, None)
+    assert found is not None
+    assert found.record.step == 5
 
 
 def test_another_jobs_snapshot_is_not_ours(tmp_path: Path) -> None:

@@ -86,8 +86,11 @@ def revoke(folder: Path, slot: int) -> None:
     record_path(folder, slot).unlink(missing_ok=True)
 
 
-def read(folder: Path, slot: int) -> Record | None:
-    """The slot's record; None if it is missing or damaged. Damage is logged."""
+def read(folder: Path, slot: int, strict: bool = False) -> Record | None:
+    """The slot's record; None if it is missing or damaged. Damage is logged.
+
+    strict: raise OSError if the record may be whole, but this process cannot open it: it has too many files open.
+    """
     path = record_path(folder, slot)
     try:
         outer = json.loads(path.read_text())
@@ -101,13 +104,16 @@ def read(folder: Path, slot: int) -> Record | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if strict and isinstance(error, OSError):
+            raise
         log.warning("snapshot record %s cannot be read, skipped: %s", path, error)
         return None
 
 
-def newest(folder: Path, job: str) -> list[tuple[int, Record]]:
-    """(slot, record) of every committed snapshot of the job, newest first. Data is not verified."""
-    found = [(slot, record) for slot in SLOTS if (record := read(folder, slot)) is not None and record.job == job]
+def newest(folder: Path, job: str, strict: bool = False) -> list[tuple[int, Record]]:
+    """(slot, record) of every committed snapshot of the job, newest first. Data is not verified. strict: see `read`."""
+    known = ((slot, read(folder, slot, strict)) for slot in SLOTS)
+    found = [(slot, record) for slot, record in known if record is not None and record.job == job]
     return sorted(found, key=lambda item: item[1].order, reverse=True)
 
 
@@ -122,11 +128,14 @@ def digest(path: Path) -> tuple[int, str]:
 
 
 def verify(folder: Path, slot: int, record: Record) -> None:
-    """Raise `CorruptError`, naming the file, if the slot's data differs from the record."""
+    """Raise `CorruptError`, naming the file, if the slot's data differs from the record.
+
+    Raises another OSError if this process cannot read the data: that does not say that they are damaged.
+    """
     path = data_path(folder, slot)
     try:
         size, found = digest(path)
-    except OSError as error:
+    except FileNotFoundError as error:
         raise CorruptError(f"snapshot {path}: {error.strerror}") from None
     if (size, found) != (record.size, record.xxh3):
         raise CorruptError(

@@ -174,11 +174,14 @@ def _listening() -> Iterator[Listener | None]:
 
 
 def _newest(folder: Path, job: str) -> Order:
-    """The order of the newest snapshot here. Its data is not verified, but all of it is there."""
-    for slot, record in slots.newest(folder, job):
+    """The order of the newest snapshot here. Its data is not verified, but all of it is there.
+
+    Raises OSError if this process has too many files open: otherwise it would go on from an older state.
+    """
+    for slot, record in slots.newest(folder, job, strict=True):
         try:
             Reader(folder, slot)
-        except (CorruptError, OSError) as error:
+        except (CorruptError, FileNotFoundError) as error:
             _pass_over(folder, slot, record, error)
         else:
             return record.order
