@@ -24,7 +24,7 @@ import psutil
 
 from bench import broadcast, rate_plots, record, rows, spot, torchft_system
 from bench.phases import Phases, joining, phases, steps_of_others, usual_step
-from bench.processes import launch, sweep, tail
+from bench.processes import sweep, tail
 from bench.report import describe_machine, render, write_section
 from bench.systems import SCENARIOS, SIZES, BenchError, Run, Scenario, System, Workload, stepping
 from bench.torchrun import PLAIN, STOCK, TUNED, Torchrun
@@ -94,7 +94,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--stock-timeout", type=float, default=60, help="seconds, for those")
     parser.add_argument("--record", type=Path, help="append the runs to this file, and report on all runs in it")
-    parser.add_argument("--warm", type=float, default=0.0, help="GB of free memory to keep warm: see bench.warm_memory")
     parser.add_argument("--note", default="", help="more about the machine, for the report")
     parser.add_argument("--out", type=Path, default=Path("bench/RESULTS.md"))
     return parser.parse_args()
@@ -121,7 +120,7 @@ def measure_all(args: argparse.Namespace) -> list[Run]:
         if time.monotonic() > deadline:
             print(f"bench-recovery: {args.minutes:g} minutes are over; {len(runs)} of {len(turns)} runs are done")
             return runs
-        runs.append(measure(SYSTEMS[name], scenario, workload, index, args.timeout, args.warm))
+        runs.append(measure(SYSTEMS[name], scenario, workload, index, args.timeout))
         if args.record is not None:
             record.append(args.record, runs[-1])
         show(runs[-1], index, args.runs)
@@ -192,17 +191,13 @@ def write(args: argparse.Namespace, runs: list[Run]) -> None:
         print(f"\n{text}\nwritten to {args.out}")
 
 
-def measure(
-    build: Callable[[], System], scenario: Scenario, workload: Workload, index: int, timeout: float, warm: float = 0.0
-) -> Run:
+def measure(build: Callable[[], System], scenario: Scenario, workload: Workload, index: int, timeout: float) -> Run:
     """Measure one interruption. When this returns or raises, nothing is left that the run started, opened or wrote."""
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         watch = Watch(folder / "events.jsonl")
         system = build()
         try:
-            if warm:
-                launch(["-m", "bench.warm_memory", str(warm)], dict(os.environ), folder / "warm.log")
             system.start(scenario, workload, folder, watch)
             settle(watch, index, workload)
             with ThreadPoolExecutor(1) as pool:  # so that events are seen before the call returns
