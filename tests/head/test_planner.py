@@ -78,11 +78,6 @@ def begun_a_moment_ago(*members: str, **changes: Any) -> JobState:
     return found.replace(current=found.current.replace(store=f"{members[0]}:1"))
 
 
-def late(name: str) -> Node:
-    """A member whose new workers run the script's set-up."""
-    return node(name, phase="starting", workers=())
-
-
 CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     "all members train: nothing is done": (view(job(A, B, C), node(A), node(B), node(C)), ()),
     "all nodes of a new job are ready: it begins with all": (
@@ -185,50 +180,6 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     ),
     "a member is silent and nobody completes a step: it is interrupted": (
         view(job(A, B, C), node(A, **STUCK), frozen(B, 4), node(C, **STUCK)),
-        (start(A, C, cause=SILENT),),
-    ),
-    "a member is silent and the script has ended on another one: no step follows, so nothing is done": (
-        view(job(A, B, C), node(A, phase="succeeded", **STUCK), frozen(B, 20), node(C, **STUCK)),
-        (),
-    ),
-    "the same for too long: it is interrupted": (
-        view(
-            job(A, B, C),
-            *(node(A, phase="succeeded", stepped_at=NOW - 31), frozen(B, 31), node(C, stepped_at=NOW - 31)),
-        ),
-        (start(A, C, cause=SILENT),),
-    ),
-    "a member is silent, and was not when a step was overdue, as in an evaluation: nothing is done": (
-        view(job(A, B, C), node(A, stepped_at=NOW - 9), frozen(B, 4), node(C, stepped_at=NOW - 9)),
-        (),
-    ),
-    "the same, but there is no step and no report for too long: it is interrupted": (
-        view(job(A, B, C), node(A, stepped_at=NOW - 40), frozen(B, 31), node(C, stepped_at=NOW - 40)),
-        (start(A, C, cause=SILENT),),
-    ),
-    "a member is silent while new workers run the script's set-up: nothing is done": (
-        view(
-            job(A, B, C, progress=Progress()),
-            *(late(A), frozen(B, 29, phase="starting", workers=()), late(C)),
-        ),
-        (),
-    ),
-    "the set-up goes on, and the member does not report for too long: it is interrupted": (
-        view(job(A, B, C, progress=Progress()), late(A), frozen(B, 31, phase="starting", workers=()), late(C)),
-        (start(A, C, cause=SILENT),),
-    ),
-    "nobody reported, and another member has just come back: this one gets time to come back, too": (
-        view(
-            job(A, B, C),
-            *(node(A, reports_since=NOW - 2, **STUCK), frozen(B, 4), node(C, reports_since=NOW, **STUCK)),
-        ),
-        (),
-    ),
-    "another member came back some time ago: it is interrupted": (
-        view(
-            job(A, B, C),
-            *(node(A, reports_since=NOW - 3.5, **STUCK), frozen(B, 4), node(C, reports_since=NOW, **STUCK)),
-        ),
         (start(A, C, cause=SILENT),),
     ),
     "a member is silent and nobody completes a step, but not for long: nothing is done": (

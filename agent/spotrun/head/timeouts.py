@@ -12,9 +12,7 @@ class Timeouts:
     # Agents.
     rejoin: float = 10.0  # for agents to find a new head, at most
     alone: float = 300.0  # before a silent machine is replaced while no node reports: the head may be cut off
-    slow_step: float = 30.0
-    """Without a step and a report, until a member counts as silent even if steps are slow, or if the script has ended
-    on another member, so that no step follows."""
+    slow_step: float = 30.0  # without a step and a report, until a member counts as silent even if steps are slow
     failure: float = 1.2
     """To learn after a failed collective whether a node is gone: a little more than two reports. An agent that has not
     reported for so long was away."""

@@ -92,7 +92,7 @@ def _interruption(view: View, name: str, node: Node | None) -> str | None:
     others = [each for each in view.members() if each is not None and each is not node]
     if node is not None:
         kind = "preempt" if node.leaving else "kill" if not node.connected else "silent"
-        gone, stalled = node.gone, silent(view, node) and _stalled(view, others, node.reported_at, node)
+        gone, stalled = node.gone, silent(view, node) and _stalled(view, others, node.reported_at)
     elif any(each.name == name for each in view.nodes):
         return "kill"  # another agent of the same name reports
     elif view.now - view.awake_since <= 2 * view.job.spec.heartbeat_timeout:
@@ -109,10 +109,10 @@ def _peers_failed(view: View, others: list[Node]) -> bool:
     )
 
 
-def _stalled(view: View, others: list[Node], last: float, node: Node | None = None) -> bool:
+def _stalled(view: View, others: list[Node], last: float) -> bool:
     """Whether the others report but complete no step: a step needs every member of the generation.
 
-    last: when the member in question last reported. node: None if it has not reported to this head.
+    last: when the member in question last reported.
     """
     names = {member.node for member in view.job.following.members} if view.job.following else set()
     reporting = [n for n in others if n.connected and view.now - n.reported_at < 3 * HEARTBEAT]
@@ -123,22 +123,4 @@ def _stalled(view: View, others: list[Node], last: float, node: Node | None = No
     newest = max((w.stepped_at for n in reporting for w in (*n.work.workers, *n.work.before)), default=0.0)
     waited = view.now - max(newest, view.job.ordered_at)
     quiet = view.now - max(last, view.awake_since)
-    limit = max(1.0, 3 * view.job.progress.pace)
-    over = any(n.phase == "succeeded" and n.work.generation == view.job.generation for n in others)
-    explained = node is not None and _explained(view, node, reporting, newest + limit)
-    return (waited > limit and not over and not explained) or min(waited, quiet) > TIMEOUTS.slow_step
-
-
-def _explained(view: View, node: Node, reporting: list[Node], due: float) -> bool:
-    """Whether something else than the loss of a silent node may explain that the others complete no step.
-
-    due: when they should have completed the next one. If the node still reported after that, the script may evaluate,
-    for example. New workers first run the script's set-up, each alone. And this head may have been cut off: once
-    another node reports again, this one gets the same time.
-    """
-    if all(view.now - n.reports_since <= view.job.spec.heartbeat_timeout for n in reporting):
-        return True
-    if view.job.has_stepped:
-        return node.reported_at > due
-    restarted = view.job.current is not None and not view.job.current.regroup
-    return restarted and all(n.phase == "starting" for n in reporting)
+    return waited > max(1.0, 3 * view.job.progress.pace) or min(waited, quiet) > TIMEOUTS.slow_step
