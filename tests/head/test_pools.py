@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spotrun.cloud.base import Advice, Said
+from spotrun.cloud.base import Advice, Problem, Said
 from spotrun.errors import CloudError
 from spotrun.head.fleet.surplus import LINGER
 from spotrun.store import idle_key
@@ -237,6 +237,10 @@ async def test_a_machine_that_its_group_does_not_count_is_told(world: World) -> 
     assert (told(world), problems(world)["q"]) == ([f"pool q: {said}"], said), "told once"
     assert [pool.supply for pool in world.head.fleet.pools()] == ["open", "open"]
     assert world.cloud.calls == []
+    world.cloud.lacks = [Problem("q", "stockout", "no machines", 1.0), Problem("q", "quota", "too small", 1.0)]
+    await world.look()
+    assert problems(world)["q"] == f"no machines; too small; {said}", "nothing hides the others"
+    world.cloud.lacks = []
     world.cloud.out = {"q": "machines in z: Google does not answer"}
     await world.look()
     assert "does not answer" in str(problems(world)["q"]), "whether it still runs is not known"

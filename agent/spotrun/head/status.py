@@ -58,9 +58,7 @@ def status(
     placements: where each job may train.
     """
     instances = fleet.instances or []
-    problems = {problem.pool: problem.message for problem in fleet.problems} | fleet.surplus.messages
-    for pool, problem in (decide(view, conditions).reasons if view.jobs else {}).items():
-        problems[pool] = "; ".join(filter(None, [problem, problems.get(pool)]))
+    problems = _problems(decide(view, conditions).reasons if view.jobs else {}, fleet)
     return {
         "cluster": cluster.name,
         "head": {"epoch": epoch, "description": cluster.digest},
@@ -78,6 +76,15 @@ def status(
             for pool in cluster.pools
         ],
     }
+
+
+def _problems(reasons: Mapping[str, str], fleet: Fleet) -> dict[str, str]:
+    """By pool: all that is wrong with it, as one line. reasons: as in `FleetPlan`."""
+    known = [(problem.pool, problem.message) for problem in fleet.problems]
+    found: dict[str, dict[str, None]] = {}
+    for pool, message in (*reasons.items(), *known, *fleet.surplus.messages.items()):
+        found.setdefault(pool, {})[message] = None
+    return {pool: "; ".join(filter(None, messages)) for pool, messages in found.items()}
 
 
 def _placed(found: dict[str, Any], placement: Placement | None) -> dict[str, Any]:
