@@ -281,7 +281,7 @@ def _measure(rank: int, count: int, launch: int) -> Launch:
         _bare(model._ddp, optimizer, loaders[0]),
         _bare(model._ddp, optimizer, loaders[1]),
         _under_spotrun(run, model, optimizer, data),
-        _bare(lambda batch: other(batch).value, _optimizer(other.parameters()), loaders[2]),
+        _bare(lambda batch: other.module.take(other(batch)), _optimizer(other.parameters()), loaders[2]),
     ]
     began, busy = time.monotonic(), _seconds_of_threads()
     rounds = list(_rounds(run, optimizer, loops, count, random.Random(launch)))

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from spotrun.train import collectives
-from spotrun.train.unused import Found, Spare, Used
+from spotrun.train.unused import Spare, Used
 
 # Whether DDP copies buffers before each forward pass. Older versions of torch call it broadcast_buffers.
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
@@ -163,7 +163,9 @@ class Parallel(nn.Module):
             used.begin(ddp.require_backward_grad_sync)
         try:
             found = ddp.forward(*args, **kwargs)  # its __call__ looks for hooks, and it has none
-            return found.value if type(found) is Found else found
+            if used is None or not isinstance(spare := ddp.module, Spare):  # with fewer workers now
+                return found
+            return spare.take(found)
         except Exception as error:  # DDP has a collective here in an early step
             if not collectives.handled(error):
                 raise
@@ -292,11 +294,12 @@ class Exchange:
 def _watch_first_gradient(module: nn.Module, ddp: weakref.ref[DistributedDataParallel]) -> None:
     """Say so if the module gets gradients, and its DDP instance was not called: it does not average them then."""
     parameter = next((each for each in module.parameters() if each.requires_grad and not is_lazy(each)), None)
-    looked = False
+    if parameter is None:
+        return
 
     def look(_: torch.Tensor) -> None:
-        nonlocal looked
-        made, looked = None if looked else ddp(), True
+        hook.remove()  # it would cost time in each step
+        made = ddp()
         if made is not None and not getattr(made, "_lazy_init_ran", True):  # set by its first call (torch 2.13)
             log.warning(
                 "%s has gradients that are not averaged, so each worker trains alone: call what run.ddp has returned, "
@@ -304,8 +307,7 @@ def _watch_first_gradient(module: nn.Module, ddp: weakref.ref[DistributedDataPar
                 type(module).__name__,
             )
 
-    if parameter is not None:
-        parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
+    hook = parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
 
 
 def share(tensors: Iterable[torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ as on GPUs.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,29 +71,17 @@ class Spare(nn.Module):
         self.unused = nn.Parameter(torch.zeros(1))
         self._own, self._static = list(module.parameters()), static
 
-    def forward(self, *args: Any, **kwargs: Any) -> Found:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What DDP gets. The caller of DDP gets `take()`."""
         found = self.module(*args, **kwargs)
-        trained = (each for each in self._own if each.requires_grad)
-        return Found(found if self._static else _Hidden(found), _All.apply(*trained))  # type: ignore[no-untyped-call]
+        if self._static:
+            return found
+        self.__dict__["_result"] = found  # a module takes longer to set an attribute
+        return _All.apply(*[each for each in self._own if each.requires_grad])  # type: ignore[no-untyped-call]
 
-
-class Found(NamedTuple):
-    """What a `Spare` returns: the module's result, and a tensor that depends on all parameters."""
-
-    result: Any
-    all: torch.Tensor
-
-    @property
-    def value(self) -> Any:
-        """What the module has returned."""
-        return self.result.value if isinstance(self.result, _Hidden) else self.result
-
-
-class _Hidden:
-    """A value in which DDP finds no tensors."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def take(self, returned: Any) -> Any:
+        """What the module has returned in the newest forward pass. returned: by DDP."""
+        return returned if self._static else self.__dict__.pop("_result")
 
 
 class _All(torch.autograd.Function):
